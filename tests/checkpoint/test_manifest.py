@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.damage import flip
 from tests.support.full import full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
@@ -48,12 +49,6 @@ def copy_of(tables, name, folder):
     copied = tables | {"run": {"name": name, "folder": str(folder)}}
     shutil.copytree(run_folder_of(tables), run_folder_of(copied))
     return copied
-
-
-def flip(path, bit):
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
 
 
 def damages(folder, bits):

@@ -1,7 +1,5 @@
 """Saves beside the training: of one step each, one at a time. A failed one costs only itself."""
 
-import os
-import signal
 import sys
 import threading
 import time
@@ -10,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from tests.support.damage import die_at
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.storages import Creating, keep_on
@@ -162,27 +161,13 @@ def test_the_last_save_must_not_fail(tables):
 
 def killed_at(tables, count):
     """Train, and die by SIGKILL at the `count`-th call that makes something durable or visible."""
-    calls = 0
-
-    def counted(original):
-        def call(*args, **options):
-            nonlocal calls
-            calls += 1
-            if calls == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **options)
-
-        return call
-
     config = config_from_tables(tables, "in a test")
     trainer = build_trainer(config, connection.start(config.parallelism))
     save = trainer.save
     trainer.save = lambda: (
         trainer.checkpointer.saver.wait() or save()
     )  # the calls of two threads in one order
-    os.fsync, os.rename, os.rmdir, os.unlink = (
-        counted(each) for each in (os.fsync, os.rename, os.rmdir, os.unlink)
-    )
+    die_at(count)
     trainer.run()
 
 

@@ -251,27 +251,9 @@ def test_the_next_commands_can_be_pasted(checkpoint, tmp_path, monkeypatch, caps
 
 
 KILLER = """
-import importlib
 import os
-import shlex
-import shutil
-import signal
-
-calls = 0
-
-
-def counted(original):
-    def call(*args, **options):
-        global calls
-        calls += 1
-        if calls == int(os.environ["KILL_AT"]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **options)
-    return call
-
-
-for name in ("fsync", "rename", "unlink", "rmdir"):
-    setattr(os, name, counted(getattr(os, name)))
+from tests.support.damage import die_at
+die_at(int(os.environ["KILL_AT"]))
 """
 
 

@@ -1,20 +1,13 @@
 """Manifests of data and checkpoints that say anything: each ends in one line, or is read."""
 
 import copy
-import hashlib
 import json
 
 import pytest
 from hypothesis import strategies as st
 
-from tests.support.mistakes import (
-    fuzz,
-    junk,
-    make_checkpoint,
-    mistake,
-    sizes,
-    words,
-)
+from tests.support.damage import sealed
+from tests.support.mistakes import fuzz, junk, make_checkpoint, mistake, sizes, words
 from torchmars.checkpoint.upkeep import list_checkpoints, prune_checkpoints, verify_checkpoints
 from torchmars.config.load import load_config
 from torchmars.exchange.saved_model import load_model
@@ -69,17 +62,10 @@ def test_manifests_of_data(place, examples):
     whole = json.loads(file.read_text())
 
     def check(drawn):
-        file.write_bytes(drawn if isinstance(drawn, bytes) else sealed(drawn))
+        file.write_bytes(drawn if isinstance(drawn, bytes) else sealed(drawn).encode())
         mistake(prepare_run, config, 2, 1)
 
     fuzz(examples, st.one_of(altered(whole), altered(whole), broken_texts), check)
-
-
-def sealed(entries):
-    """The text of a manifest whose checksum is right, whatever it says."""
-    entries = {key: value for key, value in entries.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
-    return (json.dumps(entries | {"sha256": digest}, indent=1) + "\n").encode()
 
 
 @sizes
@@ -90,7 +76,7 @@ def test_manifests_of_checkpoints(place, examples):
     assert mistake(prepare_run, config, 2, 1) == mistake(load_model, run) == ""
 
     def check(drawn):
-        file.write_bytes(drawn if isinstance(drawn, bytes) else sealed(drawn))
+        file.write_bytes(drawn if isinstance(drawn, bytes) else sealed(drawn).encode())
         mistake(prepare_run, config, 2, 1)
         mistake(load_model, run)
         mistake(list_checkpoints, checkpoint.parent)
@@ -121,7 +107,7 @@ NEEDED = {
 )
 def test_a_forged_manifest_is_told_from_a_good_one(place, change, message):
     file = make_checkpoint(place) / "manifest.json"
-    file.write_bytes(sealed(json.loads(file.read_text()) | change))
+    file.write_text(sealed(json.loads(file.read_text()) | change))
     assert message in mistake(load_model, place / "runs" / "tiny")
 
 
@@ -129,6 +115,6 @@ def test_a_model_that_the_checkpoint_has_not_takes_no_memory(place):
     file = make_checkpoint(place) / "manifest.json"
     whole = json.loads(file.read_text())
     whole["config"]["model"] |= {"n_embd": 500_000, "n_layer": 500}
-    file.write_bytes(sealed(whole))
+    file.write_text(sealed(whole))
     said = mistake(load_model, place / "runs" / "tiny")
     assert "does not have the model that its manifest.json describes" in said

@@ -1,18 +1,13 @@
 """./run_train.sh as a user runs it: what it prints, and exit codes."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import (
-    ROOT,
-    SECONDS,
-    Command,
-    finish,
-    finish_run,
-    run_command,
-)
+from tests.support.commands import ROOT, SECONDS, Command, finish, finish_run, run_command
+from tests.support.damage import flip
 from tests.support.tiny import tiny_tables, train
 from torchmars.checkpoint import manifest as manifests
 
@@ -66,7 +61,7 @@ def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
 
 def altered(tmp_path):
     shard = tmp_path / "shards" / "train-00000-000.bin"
-    shard.write_bytes(shard.read_bytes()[:-4])
+    os.truncate(shard, shard.stat().st_size - 4)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +114,7 @@ def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(confi
     """Its size is right, so that the check before the ranks lets it pass."""
     train(2, tiny_tables(tmp_path, training={"steps": 4}))
     for file in (tmp_path / "runs" / "tiny" / "checkpoints").glob("*/__1_0.distcp"):
-        data = bytearray(file.read_bytes())
-        data[1000] ^= 1
-        file.write_bytes(data)
+        flip(file, 8000)
     code, out, err = finish_run(config, "--training.steps", "6", ranks=8, MAX_RESTARTS="3")
     assert (
         code == 2

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.damage import die_at
 from tests.support.full import FULL, full_but
 from torchmars.cluster import scheduler
 from torchmars.commands import prepare as command
@@ -109,29 +110,13 @@ def test_tasks_in_any_order_and_finished_by_one(config, capsys):
     assert prepare_task(some, 1, 3, SIZES) == read_manifest(Path(some.path))
 
 
-DURABLE = ("fsync", "rename", "truncate", "unlink", "rmdir")
-
-
 def in_a_fork(work, kill_at):
     """Do `work` in a child that is killed before its `kill_at`-th durable call; its status."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    calls = 0
-
-    def counting(original):
-        def call(*args, **options):
-            nonlocal calls
-            calls += 1
-            if calls == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **options)
-
-        return call
-
     try:
-        for name in DURABLE:
-            setattr(os, name, counting(getattr(os, name)))
+        die_at(kill_at)
         work()
         os._exit(0)
     finally:

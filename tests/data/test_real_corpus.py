@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from tests.measurements.prepare_corpus import make_corpus
-from tests.measurements.prepare_corpus import prepare as prepare_and_watch
+from tests.support.corpus import make_corpus, prepare_and_watch
 from tests.support.real_data import FOLDER, needs_data
 from torchmars.core.files import sha256
 
@@ -63,6 +62,6 @@ def test_memory_of_a_large_corpus(tmp_path):
     file = tmp_path / "corpus.jsonl.zst"
     make_corpus(file, 5 * 10**9)
     tokenizer = "gpt2" if os.environ.get("TIKTOKEN_CACHE_DIR") else "bytes"
-    _, peak, worker, said = prepare_and_watch(f"jsonl:{file}", tmp_path / "shards", tokenizer)
+    peak, worker, said = prepare_and_watch(f"jsonl:{file}", tmp_path / "shards", tokenizer)
     print(f"{said}peak memory {peak:.0f} MiB, largest worker {worker:.0f} MiB")
     assert peak < 1024 and worker < 1024

@@ -1,11 +1,12 @@
 """Text to shards and back, and one clear error for everything that can be wrong with a folder."""
 
-import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
 
+from tests.support.damage import flip, sealed
 from tests.support.shards import write_shards
 from tests.support.tiny import tiny_config, write_text
 from torchmars.core.errors import UserError
@@ -65,27 +66,17 @@ def test_a_single_document_is_cut_near_its_end(tmp_path):
     assert manifest.splits["train"].tokens == 4751 and manifest.splits["validation"].tokens == 250
 
 
-def break_file(path, change):
-    data = bytearray(path.read_bytes())
-    path.write_bytes(change(data))
-
-
-def flipped(data):
-    data[100] ^= 1
-    return data
-
-
 @pytest.mark.parametrize(
     "change,message",
     [
-        (lambda data: data[:-2], r"train-00000-000.bin has \d+ bytes, its manifest says \d+"),
-        (lambda data: data + b"xx", r"train-00000-000.bin has \d+ bytes"),
-        (flipped, "train-00000-000.bin was altered"),
+        (lambda file: os.truncate(file, file.stat().st_size - 2), r"bytes, its manifest says \d+"),
+        (lambda file: os.truncate(file, file.stat().st_size + 2), r"-000.bin has \d+ bytes"),
+        (lambda file: flip(file, 800), "train-00000-000.bin was altered"),
     ],
 )
 def test_damaged_shards_are_named(prepared, change, message):
     _, folder, manifest = prepared
-    break_file(folder / "train-00000-000.bin", change)
+    change(folder / "train-00000-000.bin")
     with pytest.raises(UserError, match=message):
         shards.check_shards(manifest, folder)
 
@@ -110,17 +101,10 @@ def test_missing_shard_is_named(prepared):
 
 def test_ranks_share_the_check(prepared):
     _, folder, manifest = prepared
-    break_file(folder / "validation-00000-000.bin", flipped)
+    flip(folder / "validation-00000-000.bin", 800)
     shards.check_shards(manifest, folder, part=0, parts=2)
     with pytest.raises(UserError, match="validation-00000-000.bin was altered"):
         shards.check_shards(manifest, folder, part=1, parts=2)
-
-
-def sealed(entries):
-    """The text of a manifest whose checksum is right, whatever it says."""
-    entries = {key: value for key, value in entries.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
-    return json.dumps(entries | {"sha256": digest}, indent=1) + "\n"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.optim.reference import gradients, orthogonalized
-from tests.support.steps import BASE, run
+from tests.support.steps import BASE, meant, run
 from torchmars.optim import MARS
 from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 
@@ -37,7 +37,7 @@ def test_batches_flattening_and_splits_are_separate_matrices(rule):
         "qkv": lambda x: list(x.chunk(3)),
         "uneven": lambda x: list(x.split((6, 2, 2))),
     }
-    settings = dict(rule=rule, clip=None, matrix_dtype=torch.float32, **BASE)
+    settings = meant(rule, {"clip": None}) | BASE | {"rule": rule, "matrix_dtype": torch.float32}
     for name, value in whole.items():
         together = nn.Parameter(value.clone())
         parts = [nn.Parameter(part.clone()) for part in cut[name](value)]
@@ -102,15 +102,3 @@ def test_newton_schulz():
         alone = [orthogonalize(rounded[i : i + 1], dtype)[0] for i in range(3)]
         assert all(torch.equal(one, other) for one, other in zip(alone, together))
     assert orthogonalize.flops(8, 20) == orthogonalize.flops(20, 8) == 5 * (4 * 64 * 20 + 2 * 512)
-
-
-def test_bad_matrix_arguments_are_named():
-    with pytest.raises(ValueError, match="at least two dimensions"):
-        MARS([nn.Parameter(torch.ones(4))], rule="mars-m")
-    for split in (0, 3, (2, 3)):
-        with pytest.raises(ValueError, match="split"):
-            MARS([nn.Parameter(torch.ones(4, 4))], rule="mars-m", split=split)
-    with pytest.raises(ValueError, match="contiguous"):
-        MARS([torch.ones(4, 6).T.requires_grad_()], rule="muon")
-    with pytest.raises(ValueError, match="max_grad_norm"):
-        MARS([nn.Parameter(torch.ones(4, 4))], max_grad_norm=-1.0)

@@ -149,7 +149,7 @@ def test_groups_of_another_shape():
     for model in ([nn.Parameter(torch.ones(2))], nn.Linear(2, 2).parameters(), None):
         refused(lambda model=model: param_groups(model), "model must be a torch.nn.Module")
     for by_role in (["x"], {"matrix": 3}):
-        refused(lambda by_role=by_role: param_groups(nn.Linear(2, 2), by_role=by_role), "")
+        refused(lambda by_role=by_role: param_groups(nn.Linear(2, 2), by_role=by_role), "by_role")
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw", "lion"])
@@ -169,6 +169,16 @@ LAYER = nn.Linear(2, 2)
         (lambda: MARS([[LAYER.weight]]), "params must be"),
         (lambda: MARS([("weight",)]), "params must be"),
         (lambda: MARS([{"params": None}]), "params must be"),
+        (lambda: MARS([torch.ones(4, 6).T.requires_grad_()], rule="muon"), "contiguous"),
+        *(
+            (
+                lambda split=split: MARS(
+                    [nn.Parameter(torch.ones(4, 4))], rule="muon", split=split
+                ),
+                "split = .* does not divide the 4 rows",
+            )
+            for split in (3, (2, 3))
+        ),
         *(
             (lambda given=given: param_groups(LAYER, by_pattern=given), "by_pattern must be")
             for given in (None, 3, "x", ["x"], [("x",)], [("x", None)], [(1, {})], ("*", {}))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.optim.reference import gradients
+from tests.support.steps import meant
 from torchmars.optim import MARS
 from torchmars.optim.rules import RULES
 
@@ -17,6 +18,7 @@ CORRECTED = [name for name, rule in RULES.items() if rule.variance_reduced]
 
 def build(rule, **settings):
     parameters = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    settings = meant(rule, settings)
     return parameters, MARS(parameters, rule=rule, matrix_dtype=torch.float32, **settings)
 
 

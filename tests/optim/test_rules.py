@@ -7,7 +7,17 @@ from torch.nn import functional as F
 
 from tests.optim.reference import direction, gradients, lion, mars, muon
 from tests.support.full import full_but
-from tests.support.steps import BASE, MARS_RULES, MATRICES, OTHERS, relative, run, starts, train
+from tests.support.steps import (
+    BASE,
+    MARS_RULES,
+    MATRICES,
+    OTHERS,
+    meant,
+    relative,
+    run,
+    starts,
+    train,
+)
 from torchmars.optim import MARS
 from torchmars.optim.rules import RULES, MatrixRule
 
@@ -67,7 +77,9 @@ def test_gamma_may_follow_a_schedule(rule, clip):
 
 def one_cycle(rule, steps=20):
     """Return the betas of each step under torch's OneCycleLR, as it cycles them by default."""
-    optimizer = MARS([{"params": [nn.Parameter(torch.ones(2, 2))], "rule": rule}], **BASE)
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = MARS([{"params": [parameter], "rule": rule}], **BASE)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, BASE["lr"], total_steps=steps + 1)
     betas = []
     for _ in range(steps):
@@ -218,9 +230,8 @@ def test_global_clip_inside_equals_clip_grad_norm():
 def test_a_step_with_a_non_finite_gradient_changes_nothing(rule, clip, bad):
     clean, _ = train(rule, clip=clip, max_grad_norm=1.0)
     parameters = [nn.Parameter(start) for start in starts(MATRICES)]
-    optimizer = MARS(
-        parameters, rule=rule, clip=clip, max_grad_norm=1.0, matrix_dtype=torch.float32, **BASE
-    )
+    settings = meant(rule, {"clip": clip}) | BASE | {"max_grad_norm": 1.0}
+    optimizer = MARS(parameters, rule=rule, matrix_dtype=torch.float32, **settings)
     sequences = [gradients(shape, 20, seed) for seed, shape in enumerate(MATRICES)]
     for step in range(20):
         for broken in (True, False) if step in (0, 7, 8) else (False,):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from tests.optim.reference import gradients
 from torchmars.optim import MARS
 from torchmars.optim.matrices import shapes
+from torchmars.optim.rules import RULES
 
 MATRICES = [(12, 20), (20, 12), (7, 7), (1, 5)]
 OTHERS = [(64,), (3, 5, 7), ()]  # which rules of single elements take too
@@ -50,6 +51,12 @@ def run(
         optimizer.zero_grad(set_to_none=False)
 
 
+def meant(rule: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `settings` that a rule has, or any rule. `MARS` warns of the others."""
+    own = RULES[rule].variance_reduced
+    return {name: each for name, each in settings.items() if own or name not in ("clip", "gamma")}
+
+
 def train(
     rule: str,
     dtype: torch.dtype = torch.float32,
@@ -63,7 +70,7 @@ def train(
     `before` is called before each step. Matrices are orthogonalised in the parameters' dtype.
     """
     parameters = [nn.Parameter(start) for start in starts(sizes, dtype)]
-    optimizer = MARS(parameters, rule=rule, matrix_dtype=dtype, **BASE | settings)
+    optimizer = MARS(parameters, rule=rule, matrix_dtype=dtype, **BASE | meant(rule, settings))
     sequences = [gradients(size, steps, seed, dtype) for seed, size in enumerate(sizes)]
     for step in range(steps):
         if before:
@@ -112,7 +119,7 @@ def take_steps(
     parameters: Sequence[nn.Parameter], rule: str, number: int = 6, **settings: Any
 ) -> MARS:
     """Take `number` of six steps with gradients that are laid out as the parameters are."""
-    optimizer = MARS(parameters, rule=rule, weight_decay=0.1, **settings)
+    optimizer = MARS(parameters, rule=rule, weight_decay=0.1, **meant(rule, settings))
     sequences = [gradients(tuple(each.shape), 6, seed) for seed, each in enumerate(parameters)]
     for step in range(number):
         for parameter, sequence in zip(parameters, sequences):

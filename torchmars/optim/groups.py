@@ -154,7 +154,8 @@ def _check_types(model: Any, by_role: Any, by_pattern: Any) -> None:
     """Raise `TypeError` for an argument of `param_groups` of another type."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
-    if not isinstance(by_role or {}, dict):
+    given = by_role or {}
+    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
         raise TypeError(f"by_role must be a dict of settings by role, got {shown(by_role)!r}")
     pairs = by_pattern if isinstance(by_pattern, list | tuple) else None
     if pairs is None or not all(
