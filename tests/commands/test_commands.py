@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.support.commands import run_command
-from tests.support.full import FULL
+from tests.support.full import FULL, full_but
 from tests.support.mistakes import KEYS, fuzz, make_checkpoint, make_place, words
 
 # These take long, or the network.
@@ -80,7 +80,9 @@ def test_commands(tmp_path, examples):
     assert {module for module, code in seen if code == 2} == set(COMMANDS)
 
 
-@pytest.mark.parametrize("module", [*COMMANDS, "presets", "train"])
+@pytest.mark.parametrize(
+    "module", full_but(["checkpoint", "train"], [*COMMANDS, "presets", "train"])
+)
 def test_help_that_nobody_reads_to_its_end(tmp_path, module):
     for args in (["--help"], ["list", "--help"][: 2 if "checkpoint" in module else 0] or ["-h"]):
         code, out, err = run_command(module, args, tmp_path)

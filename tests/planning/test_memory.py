@@ -106,7 +106,6 @@ MARS_M = {"name": "mars-m"}
 NARROW = {"momentum_dtype": "bfloat16"}
 SLOW = pytest.mark.slow
 VARIANTS = [
-    pytest.param(MARS_M, {"global_batch_size": 16, "seq_len": 256}, {}, id="fsdp4-short"),
     pytest.param(MARS_M, {}, {}, id="fsdp4", marks=FULL),
     pytest.param(MARS_M, {}, {"tp": 2}, id="fsdp2-tp2", marks=FULL),
     pytest.param(MARS_M, {}, {"pp": 2}, id="pp2-fsdp2", marks=FULL),
@@ -130,6 +129,11 @@ VARIANTS = [
 needs_linux = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure the peak of memory"
 )
+
+
+@needs_linux
+def test_memory_is_that_of_a_short_run(tmp_path):
+    check_memory(tmp_path, MARS_M, {"global_batch_size": 8, "seq_len": 256}, {}, ranks=2)
 
 
 @needs_linux
