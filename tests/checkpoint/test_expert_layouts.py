@@ -2,12 +2,11 @@
 
 import pytest
 
-from tests.checkpoint.test_resume import copy_run, same
 from tests.support.expert_losses import LOSSES, merged, run_tables, train_counted
 from tests.support.full import FULL
 from tests.support.layouts import by_ranks
 from tests.support.ranks import run_ranks
-from tests.support.tiny import metrics, write_text
+from tests.support.tiny import copy_run, metrics, same, write_text
 
 SIX = [
     "1 rank",

@@ -3,11 +3,18 @@
 import pytest
 import torch
 
-from tests.checkpoint.test_resume import copy_run, same
 from tests.support.full import FULL
 from tests.support.layout_losses import MODELS, RULES
 from tests.support.layouts import LAYOUTS, by_ranks
-from tests.support.tiny import metrics, run_folder_of, tiny_tables, train, write_text
+from tests.support.tiny import (
+    copy_run,
+    metrics,
+    run_folder_of,
+    same,
+    tiny_tables,
+    train,
+    write_text,
+)
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.index import read_index, shapes_in

@@ -11,7 +11,16 @@ import torch
 
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
-from tests.support.tiny import listen_on, metrics, run_folder_of, tiny_tables, train, write_text
+from tests.support.tiny import (
+    copy_run,
+    listen_on,
+    metrics,
+    run_folder_of,
+    same,
+    tiny_tables,
+    train,
+    write_text,
+)
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
@@ -58,21 +67,6 @@ def tables_of(folder, run, name, layout="fsdp2", **overrides):
         parallelism=LAYOUTS[layout][1],
         checkpoint={"interval": SAVED},
         **overrides,
-    )
-
-
-def copy_run(source, target, keep_until):
-    """Copy `source` without its checkpoints after step `keep_until`: a run that was stopped."""
-    shutil.copytree(run_folder_of(source), run_folder_of(target))
-    for folder in (run_folder_of(target) / "checkpoints").iterdir():
-        if int(folder.name[5:]) > keep_until:
-            shutil.rmtree(folder)
-
-
-def same(expected, actual, tolerance):
-    assert list(actual) == list(expected)
-    assert all(
-        actual[step] == pytest.approx(expected[step], rel=tolerance, abs=0) for step in expected
     )
 
 

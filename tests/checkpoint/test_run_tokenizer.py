@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
-from tests.data.test_tokenizer import tokenizer_file
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen_here, tiny_tables, write_text
+from tests.support.tokenizers import tokenizer_file
 from torchmars.core.errors import UserError
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.exchange.export import texts_of

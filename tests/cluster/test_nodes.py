@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from tests.commands.test_run_ends import all_gone, needs_proc
-from tests.support.commands import ROOT, SECONDS, start, start_run
+from tests.support.commands import ROOT, SECONDS, all_gone, needs_proc, start, start_run
 from tests.support.full import FULL
 from tests.support.machines import free_endpoint
 from tests.support.tiny import metrics, tiny_tables, train

@@ -16,8 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from tests.commands.test_run_ends import begun, needs_proc
-from tests.support.commands import SECONDS, ranks_of, start_run
+from tests.support.commands import SECONDS, begun, needs_proc, ranks_of, start_run
 from tests.support.full import FULL
 from tests.support.machines import free_endpoint
 from torchmars.cluster import connection, process, rendezvous

@@ -12,8 +12,11 @@ from tests.support.commands import (
     ROOT,
     SECONDS,
     Command,
+    all_gone,
+    begun,
     descendants,
     finish_run,
+    needs_proc,
     ranks_of,
     start,
     start_run,
@@ -24,35 +27,6 @@ from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.cluster.signals import ECHO_SECONDS
 from torchmars.metrics.events import EVENTS_FILE, read_events
-
-
-def begun(config, *args, start=start_run, **environment):
-    """A run of a million steps that has made some of them."""
-    process = start(
-        config,
-        "--training.steps",
-        "1000000",
-        "--validation.interval",
-        "0",
-        "--data.num_workers",
-        "1",
-        *args,
-        **environment,
-    )
-    for line in process.stdout:
-        if line.startswith("step  ") and int(line.split("/")[0][4:]) > 5:
-            return process
-    raise AssertionError(process.stderr.read())
-
-
-def all_gone(config):
-    deadline = time.monotonic() + SECONDS
-    while descendants(config) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return descendants(config) == []
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
 
 
 @needs_proc
@@ -203,18 +177,11 @@ def test_a_killed_rank_comes_back_by_itself_and_the_run_ends_as_if_nothing_had_h
     )
     (tmp_path / "dies").mkdir()
     (tmp_path / "dies" / "sitecustomize.py").write_text(DIES_ONCE)  # Python runs it first
+    options = "--run.name killed --training.steps 20 --checkpoint.interval 5"
+    options += " --validation.interval 0 --validation.sample_tokens 0"
     code, out, err = finish_run(
         config,
-        "--run.name",
-        "killed",
-        "--training.steps",
-        "20",
-        "--checkpoint.interval",
-        "5",
-        "--validation.interval",
-        "0",
-        "--validation.sample_tokens",
-        "0",
+        *options.split(),
         ranks=6,
         MAX_RESTARTS="2",
         PYTHONPATH=f"{tmp_path / 'dies'}:{ROOT}",

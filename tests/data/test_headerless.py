@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.test_foreign import write_llmc
-from tests.data.test_tokenizer import tokenizer_file
 from tests.support.full import full_but
 from tests.support.tiny import tiny_config
+from tests.support.token_files import write_llmc
+from tests.support.tokenizers import tokenizer_file
 from torchmars.core.errors import LONGEST, UserError
 from torchmars.data.headerless import LOOKED_AT, check_numbers
 from torchmars.data.manifest import read_manifest

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.data.test_foreign import FORMATS, TRAIN, config_of, documents, write_llmc
+from tests.support.token_files import FORMATS, TRAIN, config_of, documents, write_llmc
 from torchmars.data import foreign
 from torchmars.data.foreign import find_files, split_of
 from torchmars.data.prepare import prepare_shards

@@ -11,6 +11,7 @@ import tokenizers
 
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config, write_text
+from tests.support.tokenizers import tokenizer_file
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
 from torchmars.data.corpus_plan import begin_plan, plan_corpus
@@ -52,28 +53,6 @@ def test_gpt2_without_its_files_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
         TiktokenTokenizer("gpt2").encode_batch(["a"])
-
-
-def letters(letter_id=ord, special="<|endoftext|>"):
-    """Return a tokenizer of Hugging Face with a token for each letter, and a special one."""
-    vocabulary = {chr(code): letter_id(chr(code)) for code in range(32, 127)}
-    last = max(vocabulary.values()) + 1
-    model = tokenizers.models.WordLevel({"?": 0} | vocabulary | {special: last}, unk_token="?")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    tokenizer.add_special_tokens([special])
-    return tokenizer
-
-
-def tokenizer_file(folder, **options):
-    folder.mkdir(exist_ok=True)
-    file = folder / "tokenizer.json"
-    tokenizer = letters(**options)
-    tokenizer.enable_truncation(3)  # what a file says of batches is not for corpora
-    tokenizer.enable_padding(length=9)
-    tokenizer.save(str(file))
-    return file
 
 
 def test_a_file_of_hugging_face(tmp_path):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.data.test_tokenizer import tokenizer_file
 from tests.exchange.test_folder import SHAPE
 from tests.support.full import full_but
 from tests.support.mistakes import mistake
+from tests.support.tokenizers import tokenizer_file
 from torchmars.core.errors import UserError
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.exchange.families import DEFAULTS

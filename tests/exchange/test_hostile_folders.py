@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands.test_forged_manifests import altered
-from tests.data.test_tokenizer import letters
 from tests.models.test_moe import GLM
 from tests.support.commands import run_command
 from tests.support.mistakes import fuzz, mistake, sizes
 from tests.support.tiny import tiny_config, write_text
+from tests.support.tokenizers import letters
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.llama import LlamaArgs
 from torchmars.exchange.folder import TOKENIZER, open_folder

@@ -9,8 +9,8 @@ import regex
 import tiktoken_ext.openai_public
 import tokenizers
 
-from tests.data.test_tokenizer import letters
 from tests.support.real_data import FOLDER, needs_data
+from tests.support.tokenizers import letters
 from torchmars.core.errors import UserError
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.exchange.tokenizer_files import (

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import Counter
-from functools import partialmethod
 
 import pytest
 import torch
@@ -12,14 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.1
 
 from tests.models.test_llama import ARGS, model_of
 from tests.models.test_moe import EXPERTS
-from tests.parallel.test_gradients import (
+from tests.support.full import FULL
+from tests.support.gradients import (
     MODELS,
     WINDOWS,
     check_gradients,
+    compiled_gradients_on,
     gradients_on,
     plain_gradients,
 )
-from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
@@ -98,14 +98,6 @@ def test_checkpointing_keeps_less():
     block_input = WINDOWS[:, :-1].numel() * MODELS["gpt2"]().width * 4
     assert every < 8 * block_input < half < none
     assert half - every == pytest.approx((none - every) / 2, rel=0.05)
-
-
-def compiled_gradients_on(*args):
-    """As `gradients_on`, with blocks that are traced and cut in two, but not made into code."""
-    compiled = partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Module, "compile", compiled)
-        return gradients_on(*args)
 
 
 QUICK = [("FSDP 2", "selective"), ("PP 2", "full")]

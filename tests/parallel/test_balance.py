@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.parallel import test_gradients as gradients
+from tests.support import gradients
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks

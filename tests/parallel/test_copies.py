@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from tests.parallel import test_gradients as gradients
+from tests.support import gradients
 from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.parallel.test_gradients import END, MODELS, WINDOWS, plain_gradients, training_on
+from tests.support.gradients import END, MODELS, WINDOWS, plain_gradients, training_on
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig

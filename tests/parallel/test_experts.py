@@ -9,8 +9,7 @@ from torch import nn
 
 from tests.models.test_llama import ARGS, model_of
 from tests.models.test_moe import EXPERTS
-from tests.parallel import test_gradients as gradients
-from tests.parallel.test_activations import compiled_gradients_on
+from tests.support import gradients
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS_WITH_EXPERTS
 from tests.support.ranks import run_ranks
@@ -56,7 +55,7 @@ def gradients_of_cases(cases, apart):
         parallelism = ParallelismConfig(**LAYOUTS_WITH_EXPERTS[layout][1] | settings)
         training = gradients.training_on(world, compile)
         checkpointing = ActivationCheckpointConfig(mode)
-        function = compiled_gradients_on if compile else gradients.gradients_on
+        function = gradients.compiled_gradients_on if compile else gradients.gradients_on
         results.append(function("moe", parallelism, training, checkpointing, apart))
     return results
 

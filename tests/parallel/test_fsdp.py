@@ -9,8 +9,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # private, 
     FSDPParamGroup,
 )
 
-from tests.parallel.test_gradients import check_gradients, compare, gradients_on, plain_gradients
 from tests.support.full import FULL, full_but
+from tests.support.gradients import check_gradients, compare, gradients_on, plain_gradients
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.parallel import fsdp

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 
-from tests.parallel import test_gradients as gradients
+from tests.support import gradients
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.parallel.test_gradients import gradients_on, plain_gradients
 from tests.support.full import FULL
+from tests.support.gradients import gradients_on, plain_gradients
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 

@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import pytest
+
 from tests.support.ranks import context
 
 SECONDS = 900  # after which a command is taken to hang
@@ -212,6 +214,27 @@ def ranks_of(launcher: int) -> list[int]:
             if parent == launcher and b"resource_tracker" not in command:
                 found.append(int(stat.parent.name))
     return sorted(found)
+
+
+def begun(config, *args, start=start_run, **environment):
+    """A run of a million steps that has made some of them."""
+    options = "--training.steps 1000000 --validation.interval 0 --data.num_workers 1"
+    process = start(config, *options.split(), *args, **environment)
+    for line in process.stdout:
+        if line.startswith("step  ") and int(line.split("/")[0][4:]) > 5:
+            return process
+    raise AssertionError(process.stderr.read())
+
+
+def all_gone(config):
+    """Whether no process of a config's run is left, in time."""
+    deadline = time.monotonic() + SECONDS
+    while descendants(config) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return descendants(config) == []
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
 
 
 def _descriptor(file: Any) -> int:

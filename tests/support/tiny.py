@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,3 +163,19 @@ def metrics(tables: dict[str, dict], name: str = "train/loss") -> dict[int, floa
 def steps_kept(tables: dict[str, dict]) -> list[int]:
     """Return the steps of the checkpoints that the run of `tables` has."""
     return [step_of(path) for path in checkpoints(run_folder_of(tables) / "checkpoints")]
+
+
+def copy_run(source, target, keep_until):
+    """Copy `source` without its checkpoints after step `keep_until`: a run that was stopped."""
+    shutil.copytree(run_folder_of(source), run_folder_of(target))
+    for folder in (run_folder_of(target) / "checkpoints").iterdir():
+        if int(folder.name[5:]) > keep_until:
+            shutil.rmtree(folder)
+
+
+def same(expected, actual, tolerance):
+    """Assert that two runs have reported the same values at the same steps."""
+    assert list(actual) == list(expected)
+    assert all(
+        actual[step] == pytest.approx(expected[step], rel=tolerance, abs=0) for step in expected
+    )

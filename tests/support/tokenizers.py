@@ -129,3 +129,26 @@ def write_llama(folder: Path) -> None:
         initializer_range=0.6,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def letters(letter_id=ord, special="<|endoftext|>"):
+    """Return a tokenizer of Hugging Face with a token for each letter, and a special one."""
+    vocabulary = {chr(code): letter_id(chr(code)) for code in range(32, 127)}
+    last = max(vocabulary.values()) + 1
+    model = models.WordLevel({"?": 0} | vocabulary | {special: last}, unk_token="?")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([special])
+    return tokenizer
+
+
+def tokenizer_file(folder, **options):
+    """Write the file of such a tokenizer into a folder; return its path."""
+    folder.mkdir(exist_ok=True)
+    file = folder / "tokenizer.json"
+    tokenizer = letters(**options)
+    tokenizer.enable_truncation(3)  # what a file says of batches is not for corpora
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(file))
+    return file
