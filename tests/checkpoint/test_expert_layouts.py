@@ -8,14 +8,7 @@ from tests.support.layouts import by_ranks
 from tests.support.ranks import run_ranks
 from tests.support.tiny import copy_run, metrics, same, write_text
 
-SIX = [
-    "1 rank",
-    "EP 2",
-    "EP 4",
-    "FSDP 2 x TP 2, EP 2",
-    "HSDP 2x2, EP 2",
-    "PP 2 x FSDP 2, EP 2",
-]
+SIX = ["1 rank", "EP 2", "EP 4", "FSDP 2 x TP 2, EP 2", "HSDP 2x2, EP 2", "PP 2 x FSDP 2, EP 2"]
 # Of losses, also where a near tie of a router falls otherwise.
 BOUNDS = {"mars-adamw": 2e-5, "mars-m": 2e-4}
 

@@ -249,9 +249,7 @@ def meta_optimizer(config):
     return build_optimizer(
         config,
         build_meta_model(
-            config.model,
-            read_manifest(Path(config.data.path)).vocab_size,
-            config.training.seq_len,
+            config.model, read_manifest(Path(config.data.path)).vocab_size, config.training.seq_len
         ),
     )
 

@@ -12,13 +12,7 @@ from tests.support.damage import die_at
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.storages import Creating, keep_on
-from tests.support.tiny import (
-    listen_here,
-    metrics,
-    run_folder_of,
-    steps_kept,
-    train,
-)
+from tests.support.tiny import listen_here, metrics, run_folder_of, steps_kept, train
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.resume import newest_good, read_verified
 from torchmars.checkpoint.saver import SWITCH_INTERVAL
@@ -127,11 +121,9 @@ def test_a_failed_save_is_told_and_the_run_goes_on(tables, rank, async_save):
     tables["checkpoint"]["async_save"] = async_save
     out = run_ranks(with_failing_saves, 2, tables, (4, 6, 10), rank)[0]
     assert steps_kept(tables) == [2, 8, 12]
-    assert (
-        out.count("warning: the checkpoint") == 3
-        and "step-00000006 could not be written: " in out
-        and "Input/output error" in out
-    )
+    assert out.count("warning: the checkpoint") == 3
+    assert "step-00000006 could not be written: " in out
+    assert "Input/output error" in out
     assert list(metrics(tables)) == list(range(1, 13))
     assert not list((run_folder_of(tables) / "checkpoints").glob("*.partial"))
 
@@ -140,11 +132,9 @@ def test_too_many_failed_saves_in_a_row_end_the_run_on_every_rank(tables):
     tables["training"]["steps"] = 1000
     outs = run_ranks(with_failing_saves, 2, tables, range(4, 1000), 1)
     for out in outs:
-        assert (
-            "error: the checkpoint" in out
-            and "step-00000008 could not be written" in out
-            and "checkpoint.max_failures = 3 in a row" in out
-        )
+        assert "error: the checkpoint" in out
+        assert "step-00000008 could not be written" in out
+        assert "checkpoint.max_failures = 3 in a row" in out
     assert steps_kept(tables) == [2]
     read_verified(run_folder_of(tables) / "checkpoints" / "step-00000002", "full")
 

@@ -53,11 +53,9 @@ def test_a_signal_saves_and_ends_with_75_and_the_run_goes_on(
         out, err = process.communicate(timeout=SECONDS)
         assert process.returncode == 75, err
         reached = int(re.search(rf"stopped   by {number.name} after step (\d+), saved", out)[1])
-        assert (
-            reached > step
-            and re.search(rf"checkpoint .*step-{reached:08d} ", out)
-            and "Traceback" not in err
-        )
+        assert reached > step
+        assert re.search(rf"checkpoint .*step-{reached:08d} ", out)
+        assert "Traceback" not in err
         assert all_gone(config)
         step = reached
     code, out, err = finish_run(config, "--training.steps", str(step + 2))
@@ -108,9 +106,7 @@ def test_a_second_signal_ends_at_once(config, tmp_path):
     """While the save that the first one asked for takes for ever."""
     (tmp_path / "slow.py").write_text(SLOW_SAVES)
     process = launch(
-        tmp_path / "slow.py",
-        config,
-        *("--training.steps", "1000000", "--validation.interval", "0"),
+        tmp_path / "slow.py", config, *("--training.steps", "1000000", "--validation.interval", "0")
     )
     assert any("| loss" in line for line in process.stdout)
     process.send_signal(signal.SIGTERM)

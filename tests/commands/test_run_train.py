@@ -49,7 +49,8 @@ def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
         file.read_text()
         for file in sorted((tmp_path / "runs" / "tiny" / "logs").glob("rank-*.log"))
     ]
-    assert len(logs) == 2 and all(
+    assert len(logs) == 2
+    assert all(
         re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+ rank 0 \| ", line)
         for line in logs[0].splitlines()
     )
@@ -116,12 +117,10 @@ def test_a_checkpoint_that_only_ranks_can_tell_is_damaged_ends_with_code_2(confi
     for file in (tmp_path / "runs" / "tiny" / "checkpoints").glob("*/__1_0.distcp"):
         flip(file, 8000)
     code, out, err = finish_run(config, "--training.steps", "6", ranks=8, MAX_RESTARTS="3")
-    assert (
-        code == 2
-        and err.count("error: ") == 1
-        and "__1_0.distcp was altered" in err
-        and "step 5" not in out
-    )
+    assert code == 2
+    assert err.count("error: ") == 1
+    assert "__1_0.distcp was altered" in err
+    assert "step 5" not in out
     assert "Traceback" not in err
 
 

@@ -202,11 +202,7 @@ MISTAKES = {
         written(write_megatron, lambda data: data[:-2]),
         r"idx does not fit \S+bin, which has \d+ bytes: the index says \d+ uint16 tokens",
     ),
-    "other lengths": (
-        "megatron",
-        written(write_megatron, damage(34), ".idx"),
-        "idx does not fit",
-    ),
+    "other lengths": ("megatron", written(write_megatron, damage(34), ".idx"), "idx does not fit"),
     "other documents": (
         "megatron",
         written(write_megatron, damage(-8), ".idx"),

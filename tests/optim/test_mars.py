@@ -155,10 +155,8 @@ def test_a_copy_and_a_bad_group_and_no_rows():
         (tensor,) = each.param_groups[1]["params"]
         tensor.grad = torch.eye(4)
         each.step()
-    assert (
-        torch.equal(parameter, twin.param_groups[1]["params"][0])
-        and twin.param_groups[1]["params"][0] is not parameter
-    )
+    assert torch.equal(parameter, twin.param_groups[1]["params"][0])
+    assert twin.param_groups[1]["params"][0] is not parameter
     with pytest.raises(ValueError, match="lr"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": -1.0})
     assert len(optimizer.param_groups) == 3

@@ -294,11 +294,7 @@ def test_compiled_kernels_equal_plain_ones(rule, dtypes):
     for compile in (True, False):
         parameters = [nn.Parameter(torch.full(shape, 0.5)) for shape in shapes]
         optimizer = MARS(parameters, rule=rule, compile=compile, max_grad_norm=1.0, **dtypes)
-        run(
-            optimizer,
-            parameters,
-            [gradients(shape, 4, seed) for seed, shape in enumerate(shapes)],
-        )
+        run(optimizer, parameters, [gradients(shape, 4, seed) for seed, shape in enumerate(shapes)])
         results.append(parameters)
     for one, other in zip(*results):
         assert relative(one, other) < (1e-6 if rule == "mars-adamw" else 1e-4)

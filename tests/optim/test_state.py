@@ -252,11 +252,9 @@ def test_groups_that_gain_and_lose_parameters():
     kept = optimizer.state[second]["exp_avg"].clone()
     optimizer.param_groups[0]["params"] = [second, third, nn.Parameter(torch.ones(2, 2))]
     saved = optimizer.state_dict()["state"]
-    assert (
-        torch.equal(saved[0]["exp_avg"], kept)
-        and not saved[1]["exp_avg"].any()
-        and set(saved) == {0, 1, 2}
-    )
+    assert torch.equal(saved[0]["exp_avg"], kept)
+    assert not saved[1]["exp_avg"].any()
+    assert set(saved) == {0, 1, 2}
     run(optimizer, [second, third], [gradients((4,), 3, seed) for seed in (0, 1)])
     assert optimizer.state[second]["step"] == 6 and optimizer.state[third]["step"] == 3
 

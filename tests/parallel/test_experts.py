@@ -13,12 +13,7 @@ from tests.support import gradients
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS_WITH_EXPERTS
 from tests.support.ranks import run_ranks
-from torchmars.config import (
-    ActivationCheckpointConfig,
-    Degrees,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from torchmars.config import ActivationCheckpointConfig, Degrees, ParallelismConfig, TrainingConfig
 from torchmars.core.errors import UserError
 from torchmars.parallel import fsdp
 from torchmars.parallel.checks import check_experts

@@ -69,11 +69,7 @@ def test_hsdp_reduces_as_often_as_it_is_told(accumulate, scattered, exchanged):
 
 @pytest.mark.parametrize(
     "layout,size,gathered,scattered",
-    [
-        ({}, 2**20, 1, 1),
-        ({}, 2**10, 9, 5),
-        ({"reshard_after_forward": "never"}, 2**20, 5, 5),
-    ],
+    [({}, 2**20, 1, 1), ({}, 2**10, 9, 5), ({"reshard_after_forward": "never"}, 2**20, 5, 5)],
     ids=str,
 )
 def test_a_small_model_is_gathered_and_reduced_at_once(layout, size, gathered, scattered):
