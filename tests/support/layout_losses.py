@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.support.layouts import LAYOUTS
+from tests.support.layouts import LAYOUTS, by_ranks
 from tests.support.ranks import run_ranks
 from tests.support.tiny import metrics, tiny_tables, train_here
 
@@ -35,42 +35,54 @@ RULES: dict[str, dict] = {
         "cautious_decay": True,
     },
     "mars-adamw, exact": {"name": "mars-adamw", "mode": "exact", "lr": 2e-3},
+    "mars-m, mixed": {"name": "mars-m", "matrix_dtype": "mixed"},
+    "adamw": {"name": "adamw", "lr": 6e-3},
+    **{name: {"name": name, "lr": 1e-3} for name in ("mars-lion", "lion")},
+    **{name: {"name": name, "lr": 6e-3} for name in ("mars-shampoo", "muon")},
 }
 
 
 def run_tables(
-    folder: Path, model: str, rule: str, layout: str, steps: int = 20, **overrides: dict
+    folder: Path, model: str, rule: str, layout: str, steps: int = 20, **training: int
 ) -> dict:
-    """Return the tables of a run in float32."""
-    name = f"{model} {rule} {layout}".replace(" ", "-").replace(",", "")
+    """Return the tables of a run in float32, whose name tells of further settings of training."""
+    again = " again" if training else ""
+    name = f"{model} {rule} {layout}{again}".replace(" ", "-").replace(",", "")
     return tiny_tables(
         folder,
         run={"name": name},
         model=MODELS[model],
         optimizer=RULES[rule],
         parallelism=LAYOUTS[layout][1],
-        training={"dtype": "float32", "steps": steps},
+        training={"dtype": "float32", "steps": steps} | training,
         validation={"interval": 10, "windows": 4, "sample_tokens": 4},
-        **overrides,
     )
 
 
 def losses_apart(
-    folder: Path, cases: list[tuple[str, str]], layouts: list[str], steps: int = 20
+    folder: Path,
+    cases: list[tuple[str, str]],
+    layouts: list[str],
+    steps: int = 20,
+    **training: int,
 ) -> dict[tuple[str, str, str], float]:
     """Train each of `cases`, pairs of a model and a rule, on 1 rank and on each of `layouts`.
+
+    On the layouts with the settings `training`.
 
     Returns the largest difference of a training or validation loss from that on 1 rank, as a part
     of it, by model, rule and layout. The text is in `folder`.
     """
-    for layout in ("1 rank", *layouts):
-        runs = [run_tables(folder, *case, layout, steps) for case in cases]
-        run_ranks(train_here, LAYOUTS[layout][0], *runs)
+    one = [run_tables(folder, *case, "1 rank", steps) for case in cases]
+    run_ranks(train_here, 1, *one)
+    for size, alike in by_ranks(layouts).items():
+        runs = [run_tables(folder, *c, each, steps, **training) for each in alike for c in cases]
+        run_ranks(train_here, size, *runs)
     apart = {}
     for case in cases:
         expected = losses(run_tables(folder, *case, "1 rank"))
         for layout in layouts:
-            found = losses(run_tables(folder, *case, layout))
+            found = losses(run_tables(folder, *case, layout, **training))
             assert found.keys() == expected.keys()
             apart[*case, layout] = max(abs(found[at] / expected[at] - 1) for at in expected)
     return apart

@@ -12,6 +12,7 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "1 rank": (1, {}),
     "FSDP 2": (2, {}),
     "FSDP 4": (4, {}),
+    "HSDP 2x1": (2, {"dp_replicate": 2}),
     "HSDP 2x2": (4, {"dp_replicate": 2}),
     "TP 2": (2, {"tp": 2}),
     "TP 4": (4, {"tp": 4}),
