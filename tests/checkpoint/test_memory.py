@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.support.damage import spoil
 from tests.support.ranks import run_ranks
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.memory import shared_memory, slots
@@ -92,16 +93,6 @@ def found(folder, here, least=0):
         value = wanted[name]
         assert torch.equal(part, value.to_local() if name == "weight" else value)
     return read.step
-
-
-def spoil(folder, name, number):
-    """Change a byte of one of the two copies of a rank."""
-    (file,) = Path(folder).rglob(f"{name}-{number}")
-    with file.open("r+b") as stream:
-        stream.seek(file.stat().st_size // 2)
-        (value,) = stream.read(1)
-        stream.seek(-1, os.SEEK_CUR)
-        stream.write(bytes([value ^ 1]))
 
 
 def test_copies_that_are_damaged_are_found_and_older_ones_taken(tmp_path):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import time
@@ -11,7 +10,7 @@ import pytest
 
 from tests.support.commands import ROOT, SECONDS, all_gone, needs_proc, start, start_run
 from tests.support.full import FULL
-from tests.support.machines import free_endpoint
+from tests.support.machines import free_endpoint, slurm
 from tests.support.tiny import metrics, tiny_tables, train
 from torchmars.metrics.events import EVENTS_FILE, read_events
 
@@ -205,16 +204,6 @@ def test_a_mistake_on_one_machine_is_named(config, endpoint):
         r"give all machines the same file",
         "".join(errs),
     )
-
-
-def idle_nodes():
-    if shutil.which("sbatch") is None:
-        return 0
-    said = subprocess.run(["sinfo", "-h", "-o", "%D"], capture_output=True, text=True)
-    return sum(map(int, said.stdout.split())) if said.returncode == 0 else 0
-
-
-slurm = pytest.mark.skipif(idle_nodes() < 2, reason="needs a SLURM cluster of two nodes")
 
 
 def submit(config, log, endpoint, *args):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.support.commands import Command
+from tests.support.commands import measure_quickly
 from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.benchmark import measure
 from torchmars.commands import bench
@@ -17,19 +17,10 @@ from torchmars.commands import bench
 REAL_TRAIN = measure.train
 
 
-def train(file, ranks, output):
-    """What `measure.train` does, in processes that need not import torch."""
-    env = os.environ | {"NGPU": str(ranks), "RDZV_TIMEOUT": "300", "OMP_NUM_THREADS": "1"}
-    stream = os.fdopen(os.dup(output), "w+")
-    return Command(
-        "train", ["--prepared", str(file)], file.parent, env, ranks, stream, stream
-    ).wait()
-
-
 @pytest.fixture
 def run(call, scratch, monkeypatch, tmp_path):
     """Runs `torchmars bench ARGS`; returns its exit code, output and errors."""
-    monkeypatch.setattr(measure, "train", train)
+    monkeypatch.setattr(measure, "train", measure_quickly)
     monkeypatch.chdir(tmp_path)
 
     def run(*args):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.commands.test_bench import train
+from tests.support.commands import measure_quickly
 from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.benchmark import measure
 
@@ -12,7 +12,7 @@ from torchmars.benchmark import measure
 @pytest.fixture
 def run(call, scratch, monkeypatch, tmp_path):
     """Runs `torchmars lr-find ARGS`; returns its exit code, output and errors."""
-    monkeypatch.setattr(measure, "train", train)
+    monkeypatch.setattr(measure, "train", measure_quickly)
     monkeypatch.setenv("NGPU", "1")
     write_text(tmp_path)
     write_config(tiny_config(tmp_path, optimizer={"lr": 0.01}), tmp_path / "tiny.toml")

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from tests.reports.test_plots import make_run
 from tests.support.full import full_but
+from tests.support.records import restarted_run
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def run(call, monkeypatch, tmp_path):
     """Runs `torchmars plot ARGS` where there are two runs; returns exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
     for name in ("runs/a", "runs/b"):
-        make_run(tmp_path / name, 3)
+        restarted_run(tmp_path / name, 3)
     (tmp_path / "v1.2").mkdir()
 
     return functools.partial(call, "plot")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.records.test_overview import make_run
+from tests.support.records import listed_run
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def run(call, monkeypatch, tmp_path):
 
 
 def test_a_line_for_each_run(run, tmp_path):
-    make_run(tmp_path / "runs" / "good", ["started", "stopped"], reported=[10, 20], steps=4000)
-    make_run(tmp_path / "runs" / "new", reported=[])
-    make_run(tmp_path / "runs" / "torn")
+    listed_run(tmp_path / "runs" / "good", ["started", "stopped"], reported=[10, 20], steps=4000)
+    listed_run(tmp_path / "runs" / "new", reported=[])
+    listed_run(tmp_path / "runs" / "torn")
     (tmp_path / "runs" / "torn" / "config.toml").write_text("[training")
     (tmp_path / "runs" / "no run").mkdir()
     code, out, err = run("--json", "runs.json")
@@ -38,7 +38,7 @@ def test_a_line_for_each_run(run, tmp_path):
 
 def test_names_do_not_steer_a_terminal(run, tmp_path):
     for name in ("\x1b]0;title\x07", "\u202eevil\x9b2J", "日本\nrow"):
-        make_run(tmp_path / "runs" / name)
+        listed_run(tmp_path / "runs" / name)
     code, out, err = run()
     names = [line.split()[0] for line in out.splitlines()]
     assert (code, err) == (0, "") and names == [

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.cluster.test_nodes import slurm
 from tests.support.commands import ROOT, SECONDS
+from tests.support.machines import slurm
 from torchmars.comparison.results import read_comparison
 from torchmars.comparison.slurm import SlurmTrials
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.test_kills import tables_of
 from tests.support.machines import free_endpoint, machine, signal_all, tree_of, wait_for
-from tests.support.same_end import check_same_end
+from tests.support.same_end import check_same_end, tables_of
 from tests.support.tiny import metrics, write_text
 
 STEPS = 60

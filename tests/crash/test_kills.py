@@ -1,10 +1,8 @@
 """The kill campaign: a run that is killed again and again ends with an unbroken one's weights."""
 
-import contextlib
 import math
 import os
 import random
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,30 +10,14 @@ from typing import Literal
 
 import pytest
 
-from tests.support.commands import ROOT, Command, ranks_of
+from tests.support.commands import ROOT, Command, kill, ranks_of
 from tests.support.expert_losses import LOSSES, MODELS
 from tests.support.layout_losses import RULES
-from tests.support.same_end import check_same_end
-from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
+from tests.support.same_end import check_same_end, tables_of
+from tests.support.tiny import run_folder_of, write_config, write_text
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import read_verified
 from torchmars.config.load import config_from_tables
-
-
-def tables_of(folder, name, steps, overrides):
-    tables = tiny_tables(
-        folder,
-        run={"name": name},
-        model={"dropout": 0.1},
-        training={"steps": steps},
-        schedule={"name": "constant"},
-        checkpoint={"interval": 4, "keep_last": 2},
-        validation={"interval": 50, "windows": 4},
-    )
-    for section, table in overrides.items():
-        tables[section] = tables.get(section, {}) | table
-    return tables
-
 
 HOLDING = """
 import os
@@ -97,11 +79,6 @@ def launch(tables, ranks, log, hold=None):
         environment |= {"HOLD": where}
     options = ["--standalone", "--nproc-per-node", f"{ranks}", *program, str(file)]
     return Command("launch", options, ROOT, os.environ | environment, ranks, log, log)
-
-
-def kill(number):
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(number, signal.SIGKILL)
 
 
 def next_hold(count, ranks, marker, rng):

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.test_memory import spoil
-from tests.crash.test_kills import kill, tables_of
-from tests.support.commands import ROOT, Command
+from tests.support.commands import ROOT, Command, kill
+from tests.support.damage import spoil
 from tests.support.machines import free_endpoint, machine, signal_all, tree_of, wait_for
-from tests.support.same_end import check_same_end
+from tests.support.same_end import check_same_end, tables_of
 from tests.support.tiny import metrics, run_folder_of, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
 from torchmars.checkpoint.memory import shared_memory

@@ -1,7 +1,6 @@
 """The memory of a plan against that of real runs, on every rank."""
 
 import ctypes
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.even_routing import MIXTURE, route_evenly
 from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.models.moe import Router
 from torchmars.planning.memory import MemoryCounter
 from torchmars.planning.plan import plan_rank
 from torchmars.training.trainer import build_trainer
@@ -39,19 +38,6 @@ def resident(name):
             if line.startswith(name)
         )
     )
-
-
-def route_evenly(model):
-    """Let routers choose one expert after the other, as plans take it."""
-    for part in model.parts.values():
-        for module in part.modules():
-            if isinstance(module, Router):
-                module.forward = partial(in_turn, module.forward, len(module.weight))
-
-
-def in_turn(forward, experts, x):
-    weights, chosen = forward(x)
-    return weights, torch.arange(chosen.numel()).view_as(chosen) % experts
 
 
 def measure(tables):
@@ -164,8 +150,6 @@ def test_memory_with_documents_apart(tmp_path, parallelism):
     check_memory(tmp_path, MARS_M, {}, parallelism, data={"separate_documents": True})
 
 
-MIXTURE = {"name": "llama", "size": "moe-nano", "vocab_size": 1004}
-MIXTURE |= {"n_layer": 4, "n_embd": 192, "n_head": 4}
 SHORT = {"global_batch_size": 8, "seq_len": 256}
 
 

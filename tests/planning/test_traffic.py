@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from tests.planning.test_memory import MIXTURE, route_evenly
+from tests.support.even_routing import MIXTURE, route_evenly
 from tests.support.full import full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, write_text

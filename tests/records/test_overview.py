@@ -1,6 +1,5 @@
 """Which runs there are, and whether each runs."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import time
 
 import pytest
 
+from tests.support.records import listed_run
 from torchmars.core.locks import is_locked
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.journal import last_row
@@ -21,18 +21,6 @@ lock(Path(sys.argv[1]), "training")
 print("held", flush=True)
 sys.stdin.read()
 """
-
-
-def make_run(folder, events=(), steps=40, reported=(10,), saved=()):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(f"[training]\nsteps = {steps}\n")
-    rows = (json.dumps({"step": step, "train/loss": 1.0 * step}) for step in reported)
-    (folder / "metrics.jsonl").write_text("".join(row + "\n" for row in rows))
-    for step in saved:
-        (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
-    for kind in events:
-        EventLog(folder).add(kind, 10)
-    return folder
 
 
 def silent(folder, host):
@@ -56,13 +44,13 @@ def silent(folder, host):
     ],
 )
 def test_how_a_run_ended(tmp_path, run, state):
-    folder = make_run(tmp_path / "run", **run)
+    folder = listed_run(tmp_path / "run", **run)
     (folder / "lock").write_text(f"process 1 on {os.uname().nodename}, since 2026-01-01 00:00:00")
     assert overview(folder).state == state
 
 
 def test_a_run_whose_lock_is_held_runs(tmp_path):
-    folder = make_run(tmp_path / "run", ["started", "stopped"])
+    folder = listed_run(tmp_path / "run", ["started", "stopped"])
     file = folder / "lock"
     assert is_locked(file) is False
     with subprocess.Popen(
@@ -76,7 +64,7 @@ def test_a_run_whose_lock_is_held_runs(tmp_path):
 
 
 def test_where_locks_do_not_tell_recent_writes_do(tmp_path):
-    folder = make_run(tmp_path / "run", ["started"])
+    folder = listed_run(tmp_path / "run", ["started"])
     silent(folder, "another-machine")
     assert is_locked(folder / "lock") is None and overview(folder).state == "failed"
     EventLog(folder).add("saved", 20)
@@ -86,7 +74,7 @@ def test_where_locks_do_not_tell_recent_writes_do(tmp_path):
 
 
 def test_the_last_values_are_found_from_the_end(tmp_path):
-    folder = make_run(tmp_path / "run", reported=range(1, 9001))
+    folder = listed_run(tmp_path / "run", reported=range(1, 9001))
     file = folder / "metrics.jsonl"
     assert file.stat().st_size > 2**17
     with file.open("a") as stream:
@@ -104,7 +92,7 @@ def test_the_last_values_are_found_from_the_end(tmp_path):
 
 def test_runs_are_found_three_levels_deep(tmp_path):
     for name in ("a", "group/b", "group/c", "a/logs", "x/trials/z", "1/2/3/4"):
-        make_run(tmp_path / name)
+        listed_run(tmp_path / name)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     names = [str(run.relative_to(tmp_path)) for run in find_runs(tmp_path)]

@@ -1,34 +1,13 @@
 """Pictures of runs."""
 
-import json
-
 import pytest
 
 from tests.support.full import FULL
+from tests.support.records import restarted_run
 from torchmars.core.errors import UserError
-from torchmars.metrics.events import EventLog
 from torchmars.records.run import read_run
 from torchmars.reports.charts import in_time, short_names
 from torchmars.reports.plots import event_steps, plot_runs
-
-
-def make_run(folder, steps=100, **more):
-    """A run that was started again after step 40 and went back to step 60."""
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(
-        "[training]\nsteps = 100\nglobal_batch_size = 4\nseq_len = 128\n"
-    )
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(1, steps + 1):
-            row = {"step": step, "train/loss": 5 / step, "train/tokens": 512 * step}
-            row |= {"train/grad_norm": None if step == 30 else 1.0, "train/skipped_steps": 0}
-            row |= {"train/data_ms": 1.0, "train/forward_ms": 2.0, "train/tokens_per_second": 9.0}
-            file.write(json.dumps(row | more) + "\n")
-        file.write(json.dumps({"step": steps, "validation/loss": 2.5}) + "\n")
-    log = EventLog(folder)
-    for kind, step in (("started", 0), ("saved", 40), ("started", 40), ("rollback", 60)):
-        log.add(kind, step)
-    return read_run(folder)
 
 
 def texts(svg):
@@ -37,7 +16,7 @@ def texts(svg):
 
 
 def test_one_run(tmp_path):
-    run = make_run(tmp_path / "one")
+    run = restarted_run(tmp_path / "one")
     files = [tmp_path / "new" / "plot.png", tmp_path / "new" / "plot.svg"]
     plot_runs([run], "tokens", files)
     assert files[0].read_bytes().startswith(b"\x89PNG")
@@ -55,10 +34,10 @@ def test_one_run(tmp_path):
 def test_several_runs_over_one_another(tmp_path):
     clipped = {"train/matrix/clipped": 0.5, "train/embedding/clipped": 0.0}
     runs = [
-        make_run(tmp_path / "a" / "same"),
-        make_run(tmp_path / "b" / r"$\frac{$", 3),
-        make_run(tmp_path / "b" / "same", 30, **clipped),
-        make_run(tmp_path / "b" / "other", 1, **{"train/skipped_steps": 1}),
+        restarted_run(tmp_path / "a" / "same"),
+        restarted_run(tmp_path / "b" / r"$\frac{$", 3),
+        restarted_run(tmp_path / "b" / "same", 30, **clipped),
+        restarted_run(tmp_path / "b" / "other", 1, **{"train/skipped_steps": 1}),
     ]
     for along, label in (("step", "step"), ("seconds", "minutes of training")):
         plot_runs(runs, along, [tmp_path / "plot.svg"])
@@ -70,7 +49,7 @@ def test_several_runs_over_one_another(tmp_path):
 
 
 def test_a_run_without_metrics_is_a_mistake(tmp_path):
-    run = make_run(tmp_path / "run")
+    run = restarted_run(tmp_path / "run")
     (run.folder / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="has no metrics yet"):
         plot_runs([run], "tokens", [tmp_path / "plot.svg"])
@@ -79,7 +58,7 @@ def test_a_run_without_metrics_is_a_mistake(tmp_path):
 
 @FULL
 def test_a_run_that_has_not_reported_yet_is_drawn_beside_others(tmp_path):
-    runs = [make_run(tmp_path / "one"), make_run(tmp_path / "begun")]
+    runs = [restarted_run(tmp_path / "one"), restarted_run(tmp_path / "begun")]
     (runs[1].folder / "metrics.jsonl").unlink()
     for along in ("tokens", "step", "seconds"):
         plot_runs([runs[0], read_run(runs[1].folder)], along, [tmp_path / "plot.svg"])
@@ -87,7 +66,7 @@ def test_a_run_that_has_not_reported_yet_is_drawn_beside_others(tmp_path):
 
 
 def test_restarts_are_all_starts_but_the_first(tmp_path):
-    run = make_run(tmp_path / "run")
+    run = restarted_run(tmp_path / "run")
     assert event_steps(run, "restart").tolist() == [40]
     assert event_steps(run, "rollback").tolist() == [60]
 

@@ -40,3 +40,9 @@ def sealed(entries: dict[str, Any]) -> str:
     entries = {key: value for key, value in entries.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(entries, indent=1).encode()).hexdigest()
     return json.dumps(entries | {"sha256": digest}, indent=1) + "\n"
+
+
+def spoil(folder: Path, name: str, number: int) -> None:
+    """Change a bit of one of the two copies in memory of a rank."""
+    (file,) = folder.rglob(f"{name}-{number}")
+    flip(file, 4 * file.stat().st_size)

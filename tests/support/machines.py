@@ -2,9 +2,13 @@
 
 import contextlib
 import os
+import shutil
 import socket
+import subprocess
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.support.commands import ROOT, Command, ranks_of
 from tests.support.tiny import write_config
@@ -95,3 +99,14 @@ def signal_all(processes, number):
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
+
+
+def idle_nodes():
+    """How many nodes of a SLURM cluster this machine may use."""
+    if shutil.which("sbatch") is None:
+        return 0
+    said = subprocess.run(["sinfo", "-h", "-o", "%D"], capture_output=True, text=True)
+    return sum(map(int, said.stdout.split())) if said.returncode == 0 else 0
+
+
+slurm = pytest.mark.skipif(idle_nodes() < 2, reason="needs a SLURM cluster of two nodes")

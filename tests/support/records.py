@@ -14,6 +14,8 @@ from torchmars.comparison.results import (
     LossCurve,
     TrialResult,
 )
+from torchmars.metrics.events import EventLog
+from torchmars.records.run import read_run
 
 TOKENS_PER_STEP = 4096
 PHASES = ("data", "forward", "backward", "optimizer", "other")
@@ -171,3 +173,35 @@ def compared_planes() -> Comparison:
     return Comparison(
         "planes", ["books.toml"], grid, [0], 20, 20, None, results, [difference], trials, []
     )
+
+
+def restarted_run(folder, steps=100, **more):
+    """A run that was started again after step 40 and went back to step 60."""
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(
+        "[training]\nsteps = 100\nglobal_batch_size = 4\nseq_len = 128\n"
+    )
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            row = {"step": step, "train/loss": 5 / step, "train/tokens": 512 * step}
+            row |= {"train/grad_norm": None if step == 30 else 1.0, "train/skipped_steps": 0}
+            row |= {"train/data_ms": 1.0, "train/forward_ms": 2.0, "train/tokens_per_second": 9.0}
+            file.write(json.dumps(row | more) + "\n")
+        file.write(json.dumps({"step": steps, "validation/loss": 2.5}) + "\n")
+    log = EventLog(folder)
+    for kind, step in (("started", 0), ("saved", 40), ("started", 40), ("rollback", 60)):
+        log.add(kind, step)
+    return read_run(folder)
+
+
+def listed_run(folder, events=(), steps=40, reported=(10,), saved=()):
+    """Write a run as far as lists of runs read it; return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(f"[training]\nsteps = {steps}\n")
+    rows = (json.dumps({"step": step, "train/loss": 1.0 * step}) for step in reported)
+    (folder / "metrics.jsonl").write_text("".join(row + "\n" for row in rows))
+    for step in saved:
+        (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
+    for kind in events:
+        EventLog(folder).add(kind, 10)
+    return folder

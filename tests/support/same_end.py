@@ -1,6 +1,6 @@
 """Whether a run that something happened to ends as one that nothing happened to."""
 
-from tests.support.tiny import run_folder_of
+from tests.support.tiny import run_folder_of, tiny_tables
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 
@@ -28,3 +28,19 @@ def check_same_end(straight, other, ranks, lines):
         for tables in (straight, other)
     ]
     assert found[0] == found[1] and len(found[0]) == lines
+
+
+def tables_of(folder, name, steps, overrides):
+    """Return the tables of a run with dropout that saves and validates now and then."""
+    tables = tiny_tables(
+        folder,
+        run={"name": name},
+        model={"dropout": 0.1},
+        training={"steps": steps},
+        schedule={"name": "constant"},
+        checkpoint={"interval": 4, "keep_last": 2},
+        validation={"interval": 50, "windows": 4},
+    )
+    for section, table in overrides.items():
+        tables[section] = tables.get(section, {}) | table
+    return tables
