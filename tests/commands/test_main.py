@@ -15,6 +15,7 @@ NAMES = {
     "checkpoint",
     "compare",
     "config",
+    "doctor",
     "evaluate",
     "export",
     "generate",
