@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "torchmars"
 OF_EACH_MODEL_FAMILY = {"Attention", "MLP", "Block"}
 
 LINES, PARAMETERS = 60, 8
-IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 77, 13
+IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 78, 13
 OURS = {"torchmars", *sys.stdlib_module_names}
 
 
@@ -134,6 +134,7 @@ NAMES_OF_A_MAKER = re.compile("cuda|nccl", re.IGNORECASE)
 NAMED_BY = {
     "core/device.py": "the place for them",
     "begin.py": "a variable that is set before torch is imported",
+    "cluster/health.py": "the variables that it shows",
     "cluster/watchdog.py": "torch's private calls for NCCL's records",
     "optim/kernels.py": "optim imports torch alone; whether Triton knows the GPU",
     "optim/matrices/precision.py": "optim imports torch alone; what multiplies bfloat16",

@@ -3,11 +3,11 @@
 import torch
 
 from tests.support.full import FULL
-from torchmars.commands import doctor
+from torchmars.cluster import health
 
 
 def test_it_names_what_a_bug_report_needs(call, monkeypatch):
-    monkeypatch.setattr(doctor, "meeting_problem", lambda: "")
+    monkeypatch.setattr(health, "meeting_problem", lambda: "")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     code, out, err = call("doctor")
     assert code == 0 and not err
@@ -18,13 +18,13 @@ def test_it_names_what_a_bug_report_needs(call, monkeypatch):
 
 
 def test_ranks_that_cannot_meet_end_it_with_1(call, monkeypatch):
-    monkeypatch.setattr(doctor, "meeting_problem", lambda: "no route to host")
+    monkeypatch.setattr(health, "meeting_problem", lambda: "no route to host")
     code, out, _ = call("doctor")
     assert code == 1 and out.splitlines()[-1].split("  ")[-1].strip() == "no route to host"
 
 
 @FULL
 def test_two_ranks_meet_or_say_why_not(monkeypatch):
-    assert doctor.meeting_problem() == ""
+    assert health.meeting_problem() == ""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-    assert "none0" in doctor.meeting_problem()
+    assert "none0" in health.meeting_problem()
