@@ -1,4 +1,4 @@
-"""Print what a bug report needs: versions, devices, extras, compilers, limits, an all-reduce."""
+"""Print what a bug report needs of a machine, and whether two ranks can meet on it."""
 
 import sys
 from dataclasses import dataclass
