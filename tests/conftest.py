@@ -14,7 +14,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest. They start first, so that all workers end at about the same time.
-# Without this list, by --dist worksteal, fixtures of files are made twice: a fifth more CPU time.
+# With --dist worksteal in its place fixtures of files are made twice: a fifth more CPU time.
 LONGEST = (
     "commands/test_run_train.py",
     "checkpoint/test_resume.py",
