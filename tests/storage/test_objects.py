@@ -342,6 +342,9 @@ def test_what_others_have_in_a_folder_stays(folder):
     )
 
 
+FILES = [MANIFEST, ".metadata", "__0_0.distcp"]
+
+
 def spoil_once(part, how):
     """Spoil the first answer to a GET of a path that ends in `part`."""
     spoiled = []
@@ -361,7 +364,7 @@ def altered(status, headers, content):
     return status, headers, content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-@pytest.mark.parametrize("file", [MANIFEST, ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("file", full_but(["__0_0.distcp"], FILES))
 def test_a_byte_that_the_network_alters_is_read_again(tmp_path, folder, proxy, file):
     tables = tables_of(tmp_path, folder)
     train_on(1, stopped(tables, 4))
@@ -496,7 +499,7 @@ def test_a_store_whose_listing_lacks_what_it_has_is_none(tmp_path, folder, proxy
         storage_of(folder).take(folder, tmp_path)
 
 
-@pytest.mark.parametrize("file", [MANIFEST, ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("file", full_but(["__0_0.distcp"], FILES))
 def test_a_run_falls_back_from_what_is_altered_in_the_store(tmp_path, folder, proxy, file):
     """Its client refuses such an object each time, by the checksum that the store has of it."""
     tables = tables_of(tmp_path, folder)
