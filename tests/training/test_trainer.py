@@ -14,10 +14,12 @@ from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
     AtReport,
+    listen,
     listen_on,
     metrics,
     run_folder_of,
     set_bfloat16,
+    steps_kept,
     tiny_tables,
     train,
     train_here,
@@ -253,3 +255,19 @@ def test_no_quickstart_multiplies_bfloat16_on_a_cpu_that_cannot(tmp_path):
     write_text(tmp_path)
     for products in run_ranks(products_of_quickstarts, 2, tmp_path):
         assert len(products) == 7 and set.union(*products.values()) == {torch.float32}
+
+
+def test_a_short_look_at_a_long_run_is_a_piece_of_it(tmp_path):
+    """On its schedule, validated and saved; the same command goes on where it is told to."""
+    write_text(tmp_path)
+    named = partial(tiny_tables, tmp_path, validation={"interval": 4}, schedule={"warmup_steps": 2})
+    whole = named(run={"name": "whole"}, training={"steps": 6})
+    short = named(run={"name": "short"}, training={"steps": 6, "stop_after": 3})
+    train(1, whole)
+    said = [listen(1, short) for _ in range(2)]
+    assert "by training.stop_after after step 3, saved; raise it to go on" in said[0]
+    assert steps_kept(short) == [3] and metrics(short, "validation/loss").keys() == {3}
+    assert "stopped   at training.stop_after = 3: raise it, or leave it out, to go on" in said[1]
+    del short["training"]["stop_after"]
+    train(1, short)
+    assert metrics(short) == metrics(whole)

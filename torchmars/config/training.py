@@ -14,6 +14,9 @@ class TrainingConfig:
 
     steps: Positive = 300
     """Optimizer steps of the whole run. Raise it to continue a finished run."""
+    stop_after: Positive | None = None
+    """End after this step, saved, though the schedule goes on to `steps`: a short look at a long
+    run. The same command with a higher value, or without one, resumes. Default: none."""
     global_batch_size: Positive = 16
     """Sequences per optimizer step, over all ranks and accumulation steps."""
     microbatch_size: Positive | None = None
@@ -71,6 +74,11 @@ class TrainingConfig:
             f"training.seq_len = {self.seq_len} must be at most {10**11:,} tokens a step: "
             "lower one of them",
         )
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return min(self.steps, self.stop_after or self.steps)
 
     @property
     def tokens_per_step(self) -> int:

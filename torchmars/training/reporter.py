@@ -118,12 +118,12 @@ class RunReporter:
         self.epochs = epochs
 
     def report_stop(self, step: int, signal: str | None) -> None:
-        """Report that a signal ended the run after `step`."""
-        self._say(
-            "stopped",
-            f"by {signal or 'a signal to another rank'} after step {step}, saved; "
-            "the same command resumes",
+        """Report that a signal, or training.stop_after, ended the run after `step`."""
+        by = signal or "a signal to another rank"
+        remedy = (
+            "raise it to go on" if step == self.training.last_step else "the same command resumes"
         )
+        self._say("stopped", f"by {by} after step {step}, saved; {remedy}")
         self.events.add("stopped", step, signal=signal)
 
     def report_sample(self, step: int, text: str) -> None:
@@ -168,7 +168,7 @@ def build_reports(
     """Open the files of the run's reports, unless it is complete."""
     model, layout, state = trained.model, trained.model.layout, resumed.state
     scorer = Scorer(model, layout, data.tokenizer, config.evaluation.batch_size)
-    complete = state.step >= config.training.steps
+    complete = state.step >= config.training.last_step
     questions = layout.on_first(lambda: evaluation_tasks(config))
     if not complete:
         layout.on_first(lambda: write_settings(config))

@@ -1,7 +1,6 @@
 """Lines for the console that describe a run before it starts."""
 
 import re
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ def introduction(
     for corpus in config.data.corpora() if layout.first else []:
         if changed := sources.warning(corpus):
             lines += labelled("warning", changed)
-    lines += continuation(config.checkpoints, config.training.steps, resumed)
+    lines += continuation(config, resumed)
     note = eager_note(config, layout.device, abilities.compile, layout.group("tp").size)
     return lines + labelled("note", note) if note else lines
 
@@ -123,13 +122,16 @@ def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[
     return lines
 
 
-def continuation(checkpoints: PurePath, steps: int, resumed: Resumed) -> list[str]:
+def continuation(config: ResolvedConfig, resumed: Resumed) -> list[str]:
     """Return where the run resumes, in lines; none for a new run."""
-    step = resumed.state.step
+    step, steps = resumed.state.step, config.training.steps
+    if config.training.last_step <= step < steps:
+        remedy = "raise it, or leave it out, to go on"
+        return labelled("stopped", f"at training.stop_after = {step}: {remedy}")
     if step >= steps:
         return labelled(
             "complete",
-            f"all {steps} steps are done: {step_folder(checkpoints, step)}. "
+            f"all {steps} steps are done: {step_folder(config.checkpoints, step)}. "
             f"To go on: --training.steps {step + steps}",
         )
     if resumed.origin is None:

@@ -92,13 +92,13 @@ class Trainer:
         self.loss_guard = LossGuard(config.guards)
 
     def run(self) -> int:
-        """Train from the step reached to training.steps; validate, save and report on the way.
+        """Train from the step reached to the last one; validate, save and report on the way.
 
         Returns the exit code: 0, or 75 for a run that a signal stopped.
         """
         self.reporter.announce()
         try:
-            if self.state.step >= self.config.training.steps:
+            if self.state.step >= self.config.training.last_step:
                 return 0
             self.reporter.report_start(self.resumed)
             with self.signals, self.watchdog, self.profiler, self.garbage:
@@ -108,7 +108,7 @@ class Trainer:
                     self.checkpointer.saver.close()
             if complete and self.config.validation.sample_tokens:
                 self.reporter.report_sample(self.state.step, self.validation.sample())
-            if complete:
+            if self.state.step == self.config.training.steps:
                 self.reporter.report_complete(self.state.step)
         except UserError as error:
             self.reporter.events.add("failed", self.state.step, message=str(error))
@@ -120,7 +120,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Make the steps that are left; return whether all were made, or a signal ended them."""
-        state, config, last = self.state, self.config, self.config.training.steps
+        state, config, last = self.state, self.config, self.config.training.last_step
         if state.step and state.validation_loss is None and self.due(config.validation.interval):
             self.validate()  # a signal stopped the run before it could
         while self.state.step < last:
@@ -161,6 +161,8 @@ class Trainer:
         self.checkpointer.saver.finish()
         if self.state.step < last:
             self.reporter.report_stop(self.state.step, self.signals.received)
+        elif last < config.training.steps:
+            self.reporter.report_stop(last, "training.stop_after")
         return self.state.step == last
 
     def train_step(self) -> tuple[Tensor, float] | None:
@@ -194,7 +196,7 @@ class Trainer:
                 self.average.update()
         self.model.balance.finish(applied=optimizer.skipped[1] == 0)  # those in a row up to now
         optimizer.zero_grad()
-        if is_gpu(self.layout.device.type) and state.step + 1 < self.config.training.steps:
+        if is_gpu(self.layout.device.type) and state.step + 1 < self.config.training.last_step:
             enter_phase("data")  # while the device works
             self.model.batches.prefetch(self.loader.peek())
         enter_phase(OTHER)
@@ -271,9 +273,11 @@ class Trainer:
         By default it is done at the end too where it is done at all. `step` is by default the last
         one that was made.
         """
-        step, last = self.state.step if step is None else step, self.config.training.steps
+        step = self.state.step if step is None else step
         ends = interval > 0 if at_end is None else at_end
-        return (ends and step == last) or (interval > 0 and step % interval == 0)
+        return (ends and step == self.config.training.last_step) or (
+            interval > 0 and step % interval == 0
+        )
 
     def validate(self) -> None:
         """Measure and report the validation loss."""
