@@ -20,7 +20,18 @@ from torchmars.config.load import load_config
 
 # text is what programs print. A block of another language is a mistake.
 LANGUAGES = {"python", "toml", "bash", "text", "bibtex"}
-PROGRAMS = {"cd", "git", "lint-imports", "mypy", "pip", "pre-commit", "pytest", "ruff", "scancel"}
+PROGRAMS = {
+    ".",
+    "cd",
+    "git",
+    "lint-imports",
+    "mypy",
+    "pip",
+    "pre-commit",
+    "pytest",
+    "ruff",
+    "scancel",
+}
 VARIABLES = set(Environment.__dataclass_fields__) | {
     "CONFIG_FILE",
     "GLOO_SOCKET_IFNAME",
@@ -118,7 +129,7 @@ def check_words(words, config):
     elif program == "torchrun":
         module, *args = args[args.index("-m") + 1 :]
         check_words(["python", "-m", module, *args], config)
-    elif program == "python" and args[0] == "-m":
+    elif program in ("python", "python3") and args[0] == "-m":
         package, _, command = args[1].partition(".")
         if "." in command:
             assert importlib.util.find_spec(args[1])
