@@ -232,8 +232,8 @@ def test_curves_are_those_of_the_file(run):
 
 
 def test_what_is_printed_of_a_run_and_of_a_model_is_one_line(run, model):
-    assert repr(torchmars.read_run(run.folder)) == repr(run)
-    assert repr(run) == f"Run({str(run.folder)!r}: {run.last_step} of {run.steps} steps)"
+    found = torchmars.read_run(run.folder)
+    assert repr(found) == f"Run({str(run.folder)!r}: {found.last_step} of {found.steps} steps)"
     assert repr(model).startswith(f"LanguageModel({str(model.folder)!r}: gpt2 nano except n_layer")
 
 

@@ -96,7 +96,7 @@ def test_settings_of_its_own_reach_the_plugin(place):
     words += "--model.name parallel --optimizer.name signum".split()
     words += ["--optimizer.threshold", "0.5"]
     assert run(folder, *words, "--model.mlp_scale", "0.5")[0] == 0
-    _, text, _ = run(folder, *words, "--help")
+    _, text, _ = run(folder, *words, "--help", "all")
     assert "--model.mlp_scale FLOAT" in text and "--optimizer.threshold FLOAT" in text
     words[0] = "train"
     assert words[2:4] == ["--world-size", "1"]

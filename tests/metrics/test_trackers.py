@@ -103,6 +103,8 @@ def test_a_disk_that_is_full_for_tensorboards_own_thread(alone, monkeypatch, cap
     assert err.count("\n") == 1 and "metrics.tensorboard has failed" in err
 
 
+# TensorBoard writes in a thread of its own, which the full disk ends.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_whose_trackers_fail_is_complete(alone, monkeypatch, capsys):
     pytest.importorskip("torch.utils.tensorboard")
     fake = FakeRun("log", ConnectionError("gone"))

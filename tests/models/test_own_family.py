@@ -1,21 +1,23 @@
 """A third family, a plugin of one file: its own setting, layouts, export and import."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import tomli_w
 import torch
 from safetensors.torch import load_file
 
-from tests.support import own_family
 from tests.support.commands import finish_run, run_command
 from tests.support.tiny import metrics, tiny_tables, write_text
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def file(tmp_path):
     """A config of a run of a plugin's family, beside the plugin."""
-    shutil.copy(own_family.__file__, tmp_path)
+    shutil.copy(ROOT / "tests" / "support" / "own_family.py", tmp_path)  # not imported here
     write_text(tmp_path)
     tables = tiny_tables(
         tmp_path,
