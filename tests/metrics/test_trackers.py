@@ -119,6 +119,125 @@ def test_a_run_whose_trackers_fail_is_complete(alone, monkeypatch, capsys):
     assert capsys.readouterr().err.count("metrics.wandb has failed") == 1
 
 
+class Killed(BaseException):
+    """Nothing of a run catches it."""
+
+
+class Server:
+    """What W&B has: the rows of each run, by step. `init` and `log` do as those of wandb.
+
+    `online` a run that continues takes no step that it has, as wandb's own does not; offline it
+    takes them all. At step `killed_at` the process dies.
+    """
+
+    def __init__(self, online):
+        self.online, self.killed_at = online, None
+        self.rows, self.refused, self.settings = {}, [], []
+
+    def init(self, **settings):
+        self.settings.append(settings)
+        rows = self.rows.setdefault(settings["id"], [])
+        self.first = max((step for step, _ in rows), default=0) + 1 if self.online else 0
+        return types.SimpleNamespace(
+            log=lambda values, step: self.log(rows, values, step), finish=lambda: None
+        )
+
+    def log(self, rows, values, step):
+        if step < self.first:
+            self.refused.append(step)
+        else:
+            self.first = step if self.online else 0
+            rows += [(step, name) for name in values]
+        if step == self.killed_at:
+            raise Killed
+
+    def train(self, tables, killed_at=None):
+        self.killed_at = killed_at
+        try:
+            torchmars.run_training(config_from_tables(tables, "in a test"))
+            assert killed_at is None
+        except Killed:
+            pass
+
+
+@pytest.fixture(params=["online", "offline"])
+def server(request, alone, monkeypatch):
+    """W&B's server, for runs in the folder of `alone` with a text."""
+    made = Server(request.param == "online")
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=made.init))
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "9")
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    return made
+
+
+def test_a_killed_run_is_one_at_wandb(alone, server, capsys):
+    """It is killed twice: before its first checkpoint, and two steps after one."""
+    write_text(alone)
+    labels = {"wandb_entity": "our-team", "wandb_tags": ["mars", "tiny"]}
+    tables = tiny_tables(
+        alone,
+        training={"steps": 6},
+        checkpoint={"interval": 3},
+        validation={"interval": 2, "windows": 4},
+        metrics={"wandb": True, **labels},
+    )
+    server.train(tables, killed_at=2)
+    server.train(tables, killed_at=5)
+    server.train(tables)
+    ((id, rows),) = server.rows.items()
+    assert not server.refused and "failed" not in capsys.readouterr().err
+    assert [step for step, name in rows if name == "train/loss"] == [1, 2, 3, 4, 5, 6]
+    assert len(rows) == len(set(rows)) and (6, "validation/loss") in rows
+    for given in server.settings:
+        assert (given["id"], given["resume"], given["name"]) == (id, "allow", "tiny")
+        assert (given["entity"], given["tags"]) == ("our-team", ["mars", "tiny"])
+    server.train(tables | {"run": tables["run"] | {"name": "another"}})
+    assert len(server.rows) == 2
+
+
+def test_steps_after_a_rollback_are_at_wandb_once(alone, server):
+    """The process may go back itself, and end before it is where it was."""
+    config = tiny_config(alone, metrics={"wandb": True})
+    config.run.path.mkdir(parents=True)
+    for step, steps in [(0, (1, 2, 3, 4, 3, 4, 5, 6, 4)), (4, (5, 6, 6, 7, 7))]:
+        (tracker,) = open_trackers(config, step)
+        for each in steps:
+            tracker.write(each, {"train/loss": 1.0})
+    (rows,) = server.rows.values()
+    assert [step for step, _ in rows] == [1, 2, 3, 4, 5, 6, 7, 7]
+    assert not server.refused
+
+
+@pytest.mark.parametrize("kept", ["", "a", "a b", "a 1 2", b"\xff 3"])
+def test_an_id_that_is_damaged_is_a_new_one(alone, server, kept):
+    config = tiny_config(alone, metrics={"wandb": True})
+    config.run.path.mkdir(parents=True)
+    file = config.run.path / trackers.WANDB_FILE
+    file.write_bytes(kept if isinstance(kept, bytes) else kept.encode())
+    used(config)
+    used(config)
+    (id,) = server.rows
+    assert id != "a" and [step for step, _ in server.rows[id]] == [1, 2, 3]
+
+
+def test_the_id_of_wandbs_own_launcher_wins(alone, server, monkeypatch):
+    config = tiny_config(alone, metrics={"wandb": True})
+    config.run.path.mkdir(parents=True)
+    used(config)
+    monkeypatch.setenv("WANDB_RUN_ID", "of-a-sweep")
+    used(config)
+    used(config)
+    assert [*server.rows][1:] == ["of-a-sweep"]
+    assert [step for step, _ in server.rows["of-a-sweep"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("tag", ["", "x" * 65])
+def test_a_tag_that_wandb_refuses(alone, tag):
+    with pytest.raises(UserError, match=r"metrics\.wandb_tags.* 1 to 64 characters"):
+        tiny_config(alone, metrics={"wandb_tags": ["mars", tag]})
+
+
 def netrc_of(host, login="user"):
     return lambda home: (home / ".netrc").write_text(
         f"machine {host}\n  login {login}\n  password {KEY}\n"

@@ -7,6 +7,7 @@ import configparser
 import contextlib
 import netrc
 import os
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,12 +20,14 @@ from torchmars.begin import is_missing
 from torchmars.config import MetricsConfig, ResolvedConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, missing_package
+from torchmars.core.files import PARTIAL, read_text
 
 WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 LOCAL_MODES = ("offline", "disabled", "dryrun")  # which need no account
 # A server that is gone must not keep the ranks at the end. What was not sent lies in the run's
 # folder, for `wandb sync`.
 FINISH_SECONDS = 300
+WANDB_FILE = "wandb_run"  # in the run's folder: its id at W&B, and the last step that is there
 NETRC = (Path("~/.netrc"), Path("~/_netrc"))
 
 
@@ -66,14 +69,26 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to Weights & Biases, with all settings of the run."""
+    """Logs to Weights & Biases, with all settings of the run: one run there over all its starts.
+
+    A row there cannot be changed once a later one has come. Steps that are made again, after a
+    crash or a rollback, are left out.
+    """
 
     def __init__(self, config: ResolvedConfig) -> None:
         import wandb
 
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_SECONDS))
+        self.file = config.run.path / WANDB_FILE
+        self.id, self.last = wandb_run(self.file)
+        self.made = self.last  # steps up to it are there
+        self._keep()
         self.run = wandb.init(
             project=config.metrics.wandb_project,
+            entity=config.metrics.wandb_entity,
+            tags=config.metrics.wandb_tags or None,
+            id=self.id,
+            resume="allow",
             name=config.run.name,
             group=config.run.name,
             dir=config.run.path,
@@ -81,7 +96,21 @@ class WeightsAndBiases:
         )
 
     def write(self, step: int, values: dict[str, float]) -> None:
+        if step < self.last:
+            self.made = self.last
+        if step <= self.made:
+            return
+        if step > self.last:
+            self.last = step
+            self._keep()  # first: a kill between the two must not give a step twice
         self.run.log(values, step=step)
+
+    def _keep(self) -> None:
+        """Write the id and the last step, if the disk takes them; W&B's server has them too."""
+        partial = self.file.with_name(self.file.name + PARTIAL)
+        with contextlib.suppress(OSError):
+            partial.write_text(f"{self.id} {self.last}\n")
+            partial.replace(self.file)
 
     def close(self) -> None:
         self.run.finish()
@@ -148,6 +177,19 @@ def open_trackers(config: ResolvedConfig, step: int) -> list[Tracker]:
     if config.metrics.wandb:
         trackers.append(Guarded("metrics.wandb", partial(WeightsAndBiases, config)))
     return trackers
+
+
+def wandb_run(file: Path) -> tuple[str, int]:
+    """Return a run's id at W&B, and the last step that is there: those of `file`, or new ones.
+
+    WANDB_RUN_ID, which W&B's own launchers set, wins.
+    """
+    given = os.environ.get("WANDB_RUN_ID")
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
+        id, step = read_text(file).split()
+        if given in (None, "", id):
+            return id, int(step)
+    return given or secrets.token_hex(8), 0
 
 
 def check_trackers(config: MetricsConfig) -> None:
