@@ -75,16 +75,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def config_page() -> Iterator[str]:
-    """Yield the lines of a page that has every field of the config."""
+    """Yield the lines of a page that has a table of the fields of each section of the config."""
     yield "# Every setting\n"
-    yield "Each is a key of a TOML file, and an option of commands: `--training.steps 100`.\n"
+    yield "Each is a key of a TOML file, and an option of commands: `--training.steps 100`."
+    yield "A setting without a default is empty, or its meaning says what it follows from.\n"
+    yield '<div class="settings" markdown>\n'
     for name, text, kind in tables():
         yield f"## [{name}]\n\n{text}\n"
+        yield "| setting | type | default | meaning |\n|---|---|---|---|"
         texts = documentation(kind)
         for each in options_of(kind):
             if table_in(each.hint) is None:
-                yield f"### `{name}.{each.name}` {{ #{name}.{each.name} }}\n"
-                yield f"{facts(each)}\n\n{texts[each.name]}\n"
+                default = default_text(each)
+                setting = f"`{each.name}`{{ #{name}.{each.name} }}"
+                cells = setting, type_of(each), f"`{default}`" if default else "", texts[each.name]
+                cells = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+                yield f"| {' | '.join(cells)} |"
+        yield ""
+    yield "</div>"
 
 
 def tables() -> Iterator[tuple[str, str, type]]:
@@ -97,12 +105,10 @@ def tables() -> Iterator[tuple[str, str, type]]:
                 yield f"{name}.{each.name}", documentation(kind)[each.name], inner[0]
 
 
-def facts(option: Option) -> str:
-    """Return the type, the bounds and the default of a field in a line."""
+def type_of(option: Option) -> str:
+    """Return the type and the bounds of a field in words."""
     found = [f"`{metavar(option.hint).replace('{', '').replace('}', '').replace(',', '` or `')}`"]
     found += [words for mark in marks(option.hint) if (words := bounds_in_words(mark))]
-    default = default_text(option)
-    found.append(f"default `{default}`" if default else "no default of its own")
     return ", ".join(found)
 
 

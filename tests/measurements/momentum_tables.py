@@ -12,6 +12,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from torchmars.comparison.statistics import difference
+from torchmars.reports.plots import STYLE
 
 FILE = Path(__file__).parents[2] / "docs/studies/momentum.jsonl"
 TELEMETRY = FILE.with_name("momentum_telemetry.json")  # step, cosine, correction, clipped
@@ -259,6 +260,7 @@ def draw(file: Path) -> None:
     """Draw the loss over gamma for each momentum and rate, with one seed and the clip."""
     from matplotlib import pyplot
 
+    pyplot.rcParams |= STYLE | {"svg.hashsalt": "momentum", "svg.fonttype": "none"}
     losses = losses_of(trials("books", options=True, products="highest", seed=0))
     rates = 4e-3, 8e-3, 1.6e-2
     figure, axes = pyplot.subplots(1, 3, figsize=(9, 3), sharey=True, layout="constrained")
@@ -275,9 +277,8 @@ def draw(file: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("validation loss")
-    axes[0].plot([], [], "kD", fillstyle="none", label="Muon, at γ = 1 − µ")
-    axes[2].legend(*axes[0].get_legend_handles_labels(), fontsize=7)
-    pyplot.rcParams |= {"svg.hashsalt": "momentum", "svg.fonttype": "none"}
+    axes[0].plot([], [], "D", color="gray", fillstyle="none", label="Muon, at γ = 1 − µ")
+    axes[2].legend(*axes[0].get_legend_handles_labels(), fontsize=7, frameon=False)
     figure.savefig(file, metadata={"Date": None})
 
 

@@ -1,11 +1,12 @@
 """The pictures of a comparison: what is written in them."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from tests.support.full import FULL
-from tests.support.records import compared_planes
+from tests.support.records import compared_planes, made_comparison
 from torchmars.reports.comparison_plots import plot_comparison
 
 pytest.importorskip("matplotlib")
@@ -27,6 +28,14 @@ def test_losses_over_betas_and_gamma(tmp_path):
         ["1.4700", "1.4200", "1.4600", "1.4900", "×", "1.4400", "1.4800"]
     )
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tokens_are_written_as_millions(tmp_path):
+    plot_comparison(made_comparison(), tmp_path)
+    file = tmp_path / "loss_by_tokens.svg"
+    assert "2 M" in texts(file) and not [each for each in texts(file) if "e6" in each]
+    colors = set(re.findall("#[0-9a-f]{6}", file.read_text()))
+    assert "#808080" in colors and not {"#ffffff", "#000000"} & colors
 
 
 @FULL

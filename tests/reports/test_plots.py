@@ -1,13 +1,16 @@
 """Pictures of runs."""
 
+import re
+
 import pytest
+from matplotlib.figure import Figure
 
 from tests.support.full import FULL
 from tests.support.records import restarted_run
 from torchmars.core.errors import UserError
 from torchmars.records.run import read_run
-from torchmars.reports.charts import in_time, short_names
-from torchmars.reports.plots import event_steps, plot_runs
+from torchmars.reports.charts import charts_of, in_time, names_measured, short_names
+from torchmars.reports.plots import draw, event_steps, plot_runs
 
 
 def texts(svg):
@@ -46,6 +49,31 @@ def test_several_runs_over_one_another(tmp_path):
         assert {"matrix", "embedding", "Skipped steps (so far)"} <= set(found)
         # The time of a step is a bar for each run.
         assert found.count(label) == len([each for each in found if "(ms)" in each]) * 6
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_legend_covers_a_curve(count, tmp_path):
+    """Neither of lines, nor of areas, which one run has, nor of the bars of several."""
+    clipped = {"train/matrix/clipped": 0.5, "train/embedding/clipped": 0.0}
+    runs = [restarted_run(tmp_path / str(number), **clipped) for number in range(count)]
+    legends = 0
+    for chart in charts_of(names_measured(runs))[0]:
+        axes = Figure(layout="constrained").subplots()
+        draw(chart, runs, "tokens", axes)
+        axes.figure.draw_without_rendering()
+        if legend := axes.get_legend():
+            assert legend.get_window_extent().y1 <= axes.xaxis.get_tightbbox().y0
+            legends += 1
+    assert legends == 2
+
+
+def test_a_picture_is_drawn_on_nothing_in_gray(tmp_path):
+    """It can be read on a dark page."""
+    plot_runs([restarted_run(tmp_path / "one")], "tokens", [tmp_path / "plot.svg"])
+    found = (tmp_path / "plot.svg").read_text()
+    assert "#808080" in found and not {"#ffffff", "#000000"} & set(
+        re.findall("#[0-9a-f]{6}", found)
+    )
 
 
 def test_a_run_without_metrics_is_a_mistake(tmp_path):

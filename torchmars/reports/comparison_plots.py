@@ -9,9 +9,11 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import EngFormatter
 
 from torchmars.comparison.planes import Plane, planes_of, shading, text_at
 from torchmars.comparison.results import Axis, Comparison
+from torchmars.reports.plots import STYLE
 
 SIZE = (7.0, 4.5)  # inches
 # With what is left out of them, so that they are the same whenever they are drawn.
@@ -34,7 +36,7 @@ def plot_comparison(found: Comparison, folder: Path) -> list[Path]:
     }
     written = []
     # Without it the SVG's names of parts are drawn by chance.
-    with matplotlib.rc_context({"svg.hashsalt": found.name}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": found.name}):
         for name, draw in plots.items():
             if draw is None:  # an earlier call of the command may have drawn it
                 for suffix in SUFFIXES:
@@ -68,6 +70,7 @@ def draw_curves(axes: Any, found: Comparison, along: Axis) -> None:
         tops.append(np.nanmax(losses[:, int(SHOWN_FROM * losses.shape[1])]))
     if tops:
         axes.set_ylim(top=max(tops))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel(along)
 
 

@@ -1,6 +1,7 @@
 """A picture of runs by matplotlib: a panel for each of their charts."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +34,17 @@ Dashes = Literal["-", "--", ":", "-."]
 DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.")
 EVENTS: dict[str, Dashes] = {"restart": ":", "rollback": "--"}
 MOST_LINES = 100  # of each kind of event of a run
-GRAY, BLACK = "gray", "black"
+# Words and axes are gray on nothing: they can be read on a light page and on a dark one.
+GRAY = "gray"
+STYLE = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "text.color": GRAY,
+    "axes.edgecolor": GRAY,
+    "axes.labelcolor": GRAY,
+    "xtick.color": GRAY,
+    "ytick.color": GRAY,
+}
 
 
 def plot_runs(runs: list[Run], along: Along, files: list[Path]) -> None:
@@ -48,7 +59,7 @@ def plot_runs(runs: list[Run], along: Along, files: list[Path]) -> None:
     # The same curves make the same SVG, without names by chance and without its date. Names with
     # dollars are no formulas.
     with matplotlib.rc_context(
-        {"svg.hashsalt": "torchmars", "font.size": 9, "text.parse_math": False}
+        {**STYLE, "svg.hashsalt": "torchmars", "font.size": 9, "text.parse_math": False}
     ):
         figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows + 0.5), layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -108,10 +119,16 @@ def draw_lines(figure: PageFigure, runs: list[Run], along: Along, axes: Axes) ->
             continue
         marker = "." if len(values) <= FEW else ""
         axes.plot(where, values, color=shade, linestyle=dashes, marker=marker, linewidth=1.3)
-        shade = BLACK if len(runs) > 1 else shade
+        shade = GRAY if len(runs) > 1 else shade
         labels.setdefault(trace["name"], Line2D([], [], color=shade, linestyle=dashes))
     if len(labels) > 1:
-        axes.legend(labels.values(), labels, fontsize=8)
+        legend_below(axes, labels.values(), labels)
+
+
+def legend_below(axes: Axes, *lines_and_names: Iterable[Any]) -> None:
+    """Say below a panel what its lines or areas are: within it they would be covered."""
+    where = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}  # below the axis's own label
+    axes.legend(*lines_and_names, **where, ncols=6, fontsize=7, frameon=False)
 
 
 def run_along(run: Run, along: Along, trace: dict[str, Any]) -> NDArray[np.float64]:
@@ -138,8 +155,8 @@ def draw_areas(figure: PageFigure, run: Run, along: Along, axes: Axes) -> None:
     heights = [np.array(trace["y"], dtype=np.float64) for trace in figure.traces]
     names = [trace["name"] for trace in figure.traces]
     axes.stackplot(run_along(run, along, figure.traces[0]), heights, labels=names, alpha=0.85)
-    axes.set_ylim(0, 1.15 * float(np.quantile(np.sum(heights, axis=0), HIGHEST)))
-    axes.legend(fontsize=8, loc="upper right")
+    axes.set_ylim(0, 1.05 * float(np.quantile(np.sum(heights, axis=0), HIGHEST)))
+    legend_below(axes)
 
 
 def draw_bars(figure: PageFigure, axes: Axes) -> None:
@@ -152,7 +169,7 @@ def draw_bars(figure: PageFigure, axes: Axes) -> None:
         begins[row] += length
     axes.set_yticks(figure.y["tickvals"], figure.y["ticktext"])
     axes.invert_yaxis()
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=6, frameon=False)
+    legend_below(axes)
 
 
 def mark_events(runs: list[Run], along: Along, axes: Axes) -> None:
