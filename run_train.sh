@@ -64,7 +64,6 @@ if [ -z "$python" ]; then
     echo "error: $problem, or activate the environment that has torchmars" >&2
     exit 2
 fi
-export TORCHMARS_PYTHON=$python  # the steps of a job have it too
 trap - INT
 files=("${CONFIG_FILE-$root/train_configs/quickstart.toml}")
 if [ ! -e "${files[0]}" ]; then  # several names, unless it is one with spaces
@@ -81,13 +80,14 @@ fi
 # ranks on all CPUs that the job has there. All of them get the arguments of this script.
 "$python" -m torchmars train --prepare "$@"
 if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ]; then  # this is the first node
-    port=$("$python" -c "from torchmars.cluster.ports import job_port; print(job_port($SLURM_JOB_ID))")
+    port="from torchmars.cluster.ports import job_port; print(job_port($SLURM_JOB_ID))"
+    port=$("$python" -c "$port")
     RDZV_ENDPOINT=${RDZV_ENDPOINT%:*}:$port
     TORCHMARS_JOB_ENDPOINT=$RDZV_ENDPOINT
 fi
 srun --ntasks="${NNODES:-$SLURM_JOB_NUM_NODES}" --ntasks-per-node=1 --cpu-bind=none \
     --kill-on-bad-exit=0 \
-    bash -c 'NODE_RANK=$SLURM_NODEID exec "$TORCHMARS_PYTHON" -m torchmars train --prepared "$@"' - "$@" &
+    bash -c 'NODE_RANK=$SLURM_NODEID exec "$0" -m torchmars train --prepared "$@"' "$python" "$@" &
 step=$!
 SECONDS=0
 trap 'kill -USR1 "$step" || true' USR1 TERM

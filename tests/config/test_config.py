@@ -171,7 +171,7 @@ def test_groups_of_the_optimizer(tmp_path):
         (["--max-iters", "3"], "'--max-iters': did you mean --training.steps?"),
         (["--batch_size", "3"], "'--batch_size': did you mean --training.global_batch_size?"),
         (["--training.block_size", "3"], "did you mean training.seq_len?"),
-        (["--training.qwxz", "3"], "unknown key training.qwxz .*: it may be one of steps, stop_after"),
+        (["--training.qwxz", "3"], "unknown key training.qwxz .* may be one of steps, stop_after"),
         (["--training.dtype", "bf16"], "got 'bf16': did you mean bfloat16?"),
         (["--trainig.steps", "3"], "unknown section trainig .* did you mean training?"),
         (["--training.steps", "many"], "training.steps must be a whole number, got 'many'"),

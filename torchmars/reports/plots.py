@@ -1,7 +1,6 @@
 """A picture of runs by matplotlib: a panel for each of their charts."""
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +35,7 @@ EVENTS: dict[str, Dashes] = {"restart": ":", "rollback": "--"}
 MOST_LINES = 100  # of each kind of event of a run
 # Words and axes are gray on nothing: they can be read on a light page and on a dark one.
 GRAY = "gray"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "text.color": GRAY,
@@ -125,9 +124,10 @@ def draw_lines(figure: PageFigure, runs: list[Run], along: Along, axes: Axes) ->
         legend_below(axes, labels.values(), labels)
 
 
-def legend_below(axes: Axes, *lines_and_names: Iterable[Any]) -> None:
+def legend_below(axes: Axes, *lines_and_names: Any) -> None:
     """Say below a panel what its lines or areas are: within it they would be covered."""
-    where = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}  # below the axis's own label
+    # Below the axis's own label.
+    where: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
     axes.legend(*lines_and_names, **where, ncols=6, fontsize=7, frameon=False)
 
 
