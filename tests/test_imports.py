@@ -66,7 +66,12 @@ def test_what_rules_declare_is_read_without_torch():
 
 
 def test_listing_runs_needs_neither_torch_nor_matplotlib(tmp_path):
-    program = "import sys; from torchmars.commands import plot, runs; print(*sys.modules)"
+    """Nor does a launcher that asks for its rank, or a list of runs in an object store."""
+    program = (
+        "import sys; from torchmars.commands import plot, runs; from torchmars.cluster import "
+        "process; from torchmars.storage import objects; from torchmars.checkpoint import manifest;"
+        "print(*sys.modules)"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -31,9 +31,9 @@ from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.sampling import Draw, continuations, encode, predict_with_cache
-from torchmars.evaluation.scoring import Scorer
+from torchmars.evaluation.scoring import load_scorer
 from torchmars.evaluation.texts import measure_text, windows_of_files
-from torchmars.exchange.saved_model import load_model, load_sharded_model
+from torchmars.exchange.saved_model import load_model
 from torchmars.models import Model, title
 from torchmars.planning import plan as plans
 from torchmars.planning.report import plan_in_words
@@ -270,8 +270,7 @@ class LanguageModel:
         with no_exit(), own_group():
             layout = connection.start(ParallelismConfig())
             questions = read_tasks(names, shots, limit, seed)
-            model, tokenizer = load_sharded_model(self.folder, layout, "float32")
-            scorer = Scorer(model, layout, tokenizer, batch_size)
+            scorer = load_scorer(self.folder, layout, "float32", batch_size)
             results = Evaluation(scorer, questions).results() if questions else []
             found = {each.task: each.measures() for each in results}
             if text is not None:

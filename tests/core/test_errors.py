@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
 from torchmars.core.errors import ERROR_FILE, LostRank, report_failure
 
@@ -14,6 +14,21 @@ def test_an_error_is_left_whole(tmp_path, monkeypatch):
     report_failure(LostRank("rank 1 lost rank 0"))
     ended = ProcessFailure(0, 4711, 1, str(file))
     assert ended.message["message"] == "LostRank: rank 1 lost rank 0"
+
+
+def test_it_is_left_as_torch_leaves_errors(tmp_path, monkeypatch):
+    def left(leave):
+        monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+        leave(error)
+        found = json.loads((tmp_path / "error.json").read_text())
+        assert int(found["message"]["extraInfo"].pop("timestamp")) > 0
+        return found
+
+    try:
+        raise ValueError("half of a pair: \ud800")
+    except ValueError as caught:
+        error = caught
+        assert left(report_failure) == left(ErrorHandler().record_exception)
 
 
 def test_a_rank_that_is_ended_while_it_leaves_its_error_leaves_none(tmp_path, monkeypatch):

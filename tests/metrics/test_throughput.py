@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchmars.metrics.throughput import GIB, peak_flops, peak_memory
+from torchmars.metrics.gpus import GIB
+from torchmars.metrics.throughput import peak_flops, peak_memory
 from torchmars.planning.assumptions import MEMORY
 
 

@@ -22,7 +22,7 @@ from tests.training.test_guards import with_spike
 from torchmars.checkpoint.manifest import read
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
-from torchmars.data.mixture import Shares
+from torchmars.data.shares import Shares
 from torchmars.planning.plan import plan_rank
 from torchmars.planning.report import plan_in_words
 from torchmars.training.preparation import prepare_run

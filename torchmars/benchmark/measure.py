@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from torchmars.benchmark.synthetic import write_random_shards
+from torchmars.cluster import process
 from torchmars.cluster.callers import start_launcher
 from torchmars.cluster.environment import read_environment
 from torchmars.cluster.signals import stopping
@@ -52,10 +53,7 @@ def ranks_of(config: ResolvedConfig, devices: int | None = None) -> int:
     product = degrees.dp_replicate * degrees.cp * degrees.tp * degrees.pp
     if degrees.dp_shard > 0:
         return product * degrees.dp_shard
-    # Here, since that takes seconds, and --help and mistakes are said before.
-    from torchmars.core.device import gpu_count
-
-    devices = devices or gpu_count() or 2
+    devices = devices or process.local_gpus() or 2
     return product * max(1, devices // product)
 
 

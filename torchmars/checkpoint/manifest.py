@@ -12,7 +12,7 @@ from torchmars.config.history import renewed
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
-from torchmars.data.mixture import Shares
+from torchmars.data.shares import Shares
 from torchmars.data.tokenizer import VocabularySize
 from torchmars.storage import storage_of
 from torchmars.storage.storage import MANIFEST, File

@@ -13,7 +13,6 @@ from typing import Annotated
 from torchmars.cluster.environment import read_variable, start_seconds
 from torchmars.cluster.scheduler import NODE
 from torchmars.core.bounds import Range
-from torchmars.core.device import gpu_count
 from torchmars.core.errors import UserError
 from torchmars.core.typed import make, whole_number
 
@@ -104,13 +103,20 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def local_gpus() -> int:
+    """Return how many GPUs this process may use."""
+    from torchmars.core.device import gpu_count  # it takes torch, which the others here need not
+
+    return gpu_count()
+
+
 def check_devices(local_ranks: int | None = None) -> None:
     """Raise `UserError` if this machine has GPUs, but fewer than ranks.
 
     `local_ranks` is the number of ranks on it, by default torchrun's.
     """
     local_ranks = local_ranks or torchrun_number("LOCAL_WORLD_SIZE", 1)
-    gpus = gpu_count()
+    gpus = local_gpus()
     if 0 < gpus < local_ranks:
         raise UserError(
             f"{local_ranks} ranks need as many GPUs, {node()} has {gpus}: "

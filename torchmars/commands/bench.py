@@ -1,6 +1,5 @@
 """Measure how fast a config trains on this machine."""
 
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -60,6 +59,8 @@ def main() -> None:
 
 def bench(options: Bench, measured: list[MeasuredConfig], configs: list[ResolvedConfig]) -> None:
     """Measure `configs` in alternation; print and write the results."""
+    from torchmars.core.device import describe_machine  # it takes torch
+
     machine = describe_machine()
     say(*bench_heading(options, measured, machine))
     rounds = options.rounds or (1 if len(measured) == 1 else 3)
@@ -96,20 +97,6 @@ def against_arguments(text: str) -> list[str]:
     if not arguments:
         raise UserError("--against is empty: name the files and options of the other config")
     return arguments
-
-
-def describe_machine() -> dict[str, str | int | float]:
-    """Return the conditions of the measurement: devices, cores, and how busy these are."""
-    import torch
-
-    from torchmars.core.device import gpu_name
-
-    return {
-        "device": gpu_name(0),
-        "cores": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-    }
 
 
 def bench_heading(

@@ -191,13 +191,10 @@ def check_trials(study: Study) -> None:
 def compare(study: Study, options: Compare) -> bool:
     """Run the trials that are left, write and print the results; return whether all ended."""
     # Here, since they bring torch, and mistakes are said before.
-    from torchmars.comparison.execution import Results, Runner, run_trials
-    from torchmars.comparison.local import LocalTrials
-    from torchmars.comparison.slurm import SlurmTrials
-    from torchmars.comparison.summary import summarise
+    from torchmars.comparison import execution, summary
     from torchmars.reports.comparison_plots import plot_comparison
 
-    runner: Runner = SlurmTrials(study) if options.slurm else LocalTrials(study, options.jobs or 1)
+    runner = execution.make_runner(study, options.jobs or 1, options.slurm)
     folder = str(study.folder)
     with (
         file_errors(f"cannot write to {folder}", "set --folder to one you can write"),
@@ -209,17 +206,17 @@ def compare(study: Study, options: Compare) -> bool:
         keep_compiled_in(study.folder / "compile_cache", "--folder")
         runner.prepare()
         write_durably(study.folder / SETTINGS_FILE, tomli_w.dumps(settings))
-        results = Results(study)
+        results = execution.Results(study)
 
         def write() -> Comparison:
-            found = summarise(study, results)
+            found = summary.summarise(study, results)
             for name, text in zip(TABLES, (markdown(found), csv_text(found))):
                 write_durably(study.folder / name, text)
             write_comparison(found, study.folder)
             return found
 
         write()  # so that it can be watched from the first trial on
-        complete = run_trials(study, results, runner, write)
+        complete = execution.run_trials(study, results, runner, write)
         found = write()
         plot_comparison(found, study.folder)
     say(*lines(found), f"{folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")

@@ -27,7 +27,7 @@ from torchmars.evaluation.rows import read_tasks
 
 if TYPE_CHECKING:
     from torchmars.evaluation.results import Result
-    from torchmars.evaluation.scoring import Scorer, Tokens
+    from torchmars.evaluation.scoring import Tokens
     from torchmars.evaluation.texts import TextResult
     from torchmars.parallel.layout import Layout
 
@@ -95,44 +95,29 @@ def main() -> None:
 
 def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     """Measure, print and write the results. Called by every rank."""
-    from torchmars.evaluation.results import Evaluation, results_table
-    from torchmars.evaluation.scoring import Scorer
-    from torchmars.evaluation.texts import measure_text, texts_table
-    from torchmars.exchange.saved_model import load_sharded_model
+    from torchmars.evaluation import results, scoring, texts
 
     tasks = layout.on_first(lambda: read_tasks(names, options.shots, options.limit, options.seed))
-    model, tokenizer = load_sharded_model(options.model, layout, options.dtype, options.step)
-    scorer = Scorer(model, layout, tokenizer, options.batch_size)
-    texts: dict[str, Sequence[Tokens]] = {}
-    layout.on_all(lambda: texts.update(open_texts(options, scorer)))
-    results: list[Result] = []
+    how = options.dtype, options.batch_size, options.step
+    scorer = scoring.load_scorer(options.model, layout, *how)
+    opened: dict[str, Sequence[Tokens]] = {}
+    layout.on_all(lambda: opened.update(texts.open_texts(options.text, options.shards, scorer)))
+    answered: list[Result] = []
     if tasks:
-        evaluation = Evaluation(scorer, tasks)
+        evaluation = results.Evaluation(scorer, tasks)
         with ProgressBar("tasks", evaluation.answers, 0, "answer", layout.first) as bar:
-            results = evaluation.results(bar.add)
-        layout.say(*results_table(results))
+            answered = evaluation.results(bar.add)
+        layout.say(*results.results_table(answered))
     measured: list[TextResult] = []
-    for name, windows in texts.items():
+    for name, windows in opened.items():
         count = min(len(windows), options.limit or len(windows))
         with ProgressBar(name, count, 0, "window", layout.first) as bar:
-            measured.append(measure_text(scorer, name, windows, count, bar.add))
+            measured.append(texts.measure_text(scorer, name, windows, count, bar.add))
     if measured:
-        layout.say(*([""] if results else []), *texts_table(measured))
+        layout.say(*([""] if answered else []), *texts.texts_table(measured))
     if options.json is not None:
-        file, found = options.json, all_measures(options, results, measured)
+        file, found = options.json, all_measures(options, answered, measured)
         layout.on_first(lambda: write_results(file, found))
-
-
-def open_texts(options: Evaluate, scorer: "Scorer") -> "dict[str, Sequence[Tokens]]":
-    """Return the windows of the texts that are asked for, by name. Raises `UserError`."""
-    from torchmars.evaluation.texts import ShardWindows, windows_of_files
-
-    texts: dict[str, Sequence[Tokens]] = {}
-    if options.text:
-        texts[options.text] = windows_of_files(options.text, scorer)
-    if options.shards:
-        texts[str(options.shards)] = ShardWindows(options.shards, scorer)
-    return texts
 
 
 def all_measures(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
 from torchmars.core.console import next_commands, say
-from torchmars.core.errors import UserError, exit_on_user_error, file_errors
+from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
@@ -60,15 +60,11 @@ def main() -> None:
         options = parse(Export, sys.argv[1:], "torchmars export")
         kind = options.to or ("safetensors" if options.target.suffix == ".safetensors" else "hf")
         check_target(options.target, kind, options.force)
-        import torch
-
-        from torchmars.exchange.export import export_file, export_folder, tokenizer_problem
+        from torchmars.exchange.export import export, tokenizer_problem
         from torchmars.exchange.saved_model import open_last
 
         models = open_last(options.run, options.step, options.average, options.ema)
-        write = export_folder if kind == "hf" else export_file
-        with file_errors(f"cannot write {options.target}"):
-            write(models, options.target, getattr(torch, options.dtype))
+        export(models, options.target, kind, options.dtype)
         parameters = [parameter.numel() for parameter in models[0].model.parameters()]
         say(f"{options.target}: {counted(len(parameters), 'tensor')}, {sum(parameters):,} weights")
         newest = models[0]

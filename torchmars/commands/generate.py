@@ -53,36 +53,21 @@ def main() -> None:
         options = parse(Generate, sys.argv[1:], "torchmars generate")
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
         prompts = [prompt for prompt in prompts for _ in range(options.samples)]
-        import torch
+        from torchmars.evaluation import sampling
 
-        from torchmars.core.device import gpu_type
-        from torchmars.evaluation.sampling import (
-            Draw,
-            continuations,
-            encode,
-            predict_with_cache,
-            stream_text,
-        )
-        from torchmars.exchange.saved_model import load_model
-
-        model, tokenizer, _ = load_model(options.folder)
-        if gpu := gpu_type():
-            try:
-                model.to(gpu)
-            except torch.OutOfMemoryError:
-                raise UserError(
-                    f"the GPU has no room for the model in {options.folder}: name another one in "
-                    "CUDA_VISIBLE_DEVICES, or set that to nothing to generate on the CPU"
-                ) from None
-        longest = max(len(encode(tokenizer, prompt)) for prompt in prompts)
-        predict = predict_with_cache(model, min(model.seq_len, longest + options.max_tokens))
-        draw = Draw(options.temperature, options.top_k, options.top_p, options.seed)
+        model, tokenizer = sampling.load_onto_gpu(options.folder)
+        longest = max(len(sampling.encode(tokenizer, prompt)) for prompt in prompts)
+        room = min(model.seq_len, longest + options.max_tokens)
+        predict = sampling.predict_with_cache(model, room)
+        draw = sampling.Draw(options.temperature, options.top_k, options.top_p, options.seed)
         if options.prompts is None and options.samples == 1:
-            for piece in stream_text(predict, tokenizer, options.prompt, options.max_tokens, draw):
+            for piece in sampling.stream_text(
+                predict, tokenizer, options.prompt, options.max_tokens, draw
+            ):
                 write(piece)
             say("")
             return
-        texts = continuations(predict, tokenizer, prompts, options.max_tokens, draw)
+        texts = sampling.continuations(predict, tokenizer, prompts, options.max_tokens, draw)
         for number, (prompt, text) in enumerate(zip(prompts, texts)):
             if options.prompts is None:
                 write(f"{SEPARATOR}\n" * (number > 0) + f"{prompt}{text}\n")

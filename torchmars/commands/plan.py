@@ -6,8 +6,9 @@ from typing import Annotated
 
 from torchmars.config.load import is_set, load_command, load_sources
 from torchmars.core.bounds import Range
-from torchmars.core.console import labelled, say
+from torchmars.core.console import say
 from torchmars.core.errors import exit_on_user_error
+from torchmars.metrics.gpus import GIB
 
 
 @dataclass
@@ -34,19 +35,13 @@ def main() -> None:
     """Print the plan of the config that the command line names."""
     with exit_on_user_error():
         options, config, settings = load_command(PlanOptions, sys.argv[1:], "torchmars plan")
-        from torchmars.metrics.throughput import GIB
-        from torchmars.planning.find import find_layouts
-        from torchmars.planning.plan import plan_rank
-        from torchmars.planning.report import plan_in_words
-        from torchmars.training.default_lr import default_lr_warnings
+        from torchmars.planning import find, plan, report
 
         ranks, per_node = options.world_size, options.gpus_per_node
         if options.find:
-            for line in find_layouts(config, ranks, per_node, options.memory * GIB):
+            for line in find.find_layouts(config, ranks, per_node, options.memory * GIB):
                 say(line)
         else:
-            lines = plan_in_words(plan_rank(config, ranks, per_node))
-            if not is_set(load_sources(settings, "torchmars plan"), "optimizer.lr"):
-                for text in default_lr_warnings(config):
-                    lines += labelled("warning", text)
-            say(*lines)
+            lr_is_set = is_set(load_sources(settings, "torchmars plan"), "optimizer.lr")
+            planned = plan.plan_rank(config, ranks, per_node)
+            say(*report.plan_in_words(planned, default_lr=not lr_is_set))

@@ -18,6 +18,7 @@ from torchmars.core.words import duration, number_or_dash
 from torchmars.metrics.lines import warn_of_damage
 from torchmars.records.overview import Overview, find_runs, overview
 from torchmars.records.run import LINES
+from torchmars.records.stored import stored_overview, stored_runs
 
 HEADINGS = ("run", "step", "loss", "validation", "bits/byte", "tokens/s", "last write", "state")
 
@@ -45,12 +46,9 @@ def main() -> None:
         if isinstance(folder, Path) and not folder.is_dir():
             why = path_problem(folder, "folder") or "it does not exist"
             raise UserError(f"there are no runs in {folder} ({why}): name a folder of runs")
-        list_runs: Callable[[Any], Sequence[PurePath]] = find_runs
-        look: Callable[[Any], Overview] = overview
-        if not isinstance(folder, Path):
-            from torchmars.records.stored import stored_overview, stored_runs  # they take torch
-
-            list_runs, look = stored_runs, stored_overview
+        local = isinstance(folder, Path)
+        list_runs: Callable[[Any], Sequence[PurePath]] = find_runs if local else stored_runs
+        look: Callable[[Any], Overview] = overview if local else stored_overview
         found: dict[PurePath, Overview | UserError] = {}
         for run in list_runs(folder):
             try:

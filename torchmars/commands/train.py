@@ -9,6 +9,7 @@ import os
 import sys
 from dataclasses import dataclass
 
+from torchmars.cluster import process
 from torchmars.cluster.callers import follow_caller
 from torchmars.cluster.environment import (
     check_shown,
@@ -50,7 +51,7 @@ def main() -> None:
         sources = load_sources(rest, "torchmars train", Train)
         require_config(rest)
         config = config_of(sources)
-        ranks = environment.NGPU or default_ranks()
+        ranks = environment.NGPU or process.local_gpus() or 2
         check_shown(environment.LOG_RANK, ranks)
         os.environ.update(environment.rank_variables(ranks, cores_of(os.environ)))
         if options.quiet:
@@ -63,10 +64,3 @@ def main() -> None:
         own = ["--prepared"] if options.prepared else []
         torchrun = environment.torchrun_options(ranks, os.environ.get(JOB) or "torchmars")
         launch.main([*own, *torchrun, "-m", "torchmars.train", *rest], sources)
-
-
-def default_ranks() -> int:
-    """Return a rank for each GPU of this machine; 2 on a machine without."""
-    from torchmars.core.device import gpu_count
-
-    return gpu_count() or 2

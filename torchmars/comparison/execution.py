@@ -5,8 +5,10 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from torchmars.cluster.signals import StopSignals
+from torchmars.comparison.local import LocalTrials
 from torchmars.comparison.progress import TrialsProgress
 from torchmars.comparison.results import TrialResult
+from torchmars.comparison.slurm import SlurmTrials
 from torchmars.comparison.study import Study, Trial, TrialPlan
 from torchmars.comparison.trials import delete_checkpoints, end_trial, forget_failure, read_trial
 from torchmars.core.console import say
@@ -35,6 +37,11 @@ class Runner(Protocol):
 
     def stop(self) -> str:
         """Stop the trials that must not outlive this process; return a line on what follows."""
+
+
+def make_runner(study: Study, jobs: int, slurm: bool) -> Runner:
+    """Return a runner of `jobs` trials at a time here, or on a cluster. Raises `UserError`."""
+    return SlurmTrials(study) if slurm else LocalTrials(study, jobs)
 
 
 class Results:

@@ -81,6 +81,16 @@ def gpu_name(number: int) -> str:
     return torch.get_device_module(found).get_device_name(number) if found else "cpu"
 
 
+def describe_machine() -> dict[str, str | int | float]:
+    """Return what measurements depend on: GPUs, cores and how busy these are, and torch."""
+    return {
+        "device": gpu_name(0),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+    }
+
+
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, by the names that `limited_to` takes."""
     found, count = built_for(), gpu_count()

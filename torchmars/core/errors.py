@@ -1,9 +1,11 @@
 """Errors that are not mistakes of the code, how a command reports them, and exit codes."""
 
 import contextlib
+import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,19 +178,15 @@ def _leave_for_launcher(error: BaseException) -> None:
     A launcher that has seen another rank die ends this one at any moment, and torchrun fails on the
     half of a file.
     """
-    # Not at the top: a mistake must be reported without the seconds that torch takes to import.
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
     file = os.environ.get(ERROR_FILE)
     if file is None:
         return
+    # In the form of torch's `ErrorHandler`, torch 2.11 to 2.13, which takes seconds to import.
+    about = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": about}
     partial = f"{file}.partial"
-
-    class Partial(ErrorHandler):
-        def _get_error_file_path(self) -> str:
-            return partial
-
-    Partial().record_exception(error)
+    with open(partial, "w") as stream:
+        json.dump({"message": message}, stream)
     os.replace(partial, file)
 
 

@@ -1,7 +1,8 @@
 """Rows of cells as lines of plain text, for consoles and logs."""
 
-import io
 from collections.abc import Collection, Sequence
+
+from rich.cells import cell_len
 
 from torchmars.core.console import harmless
 
@@ -11,18 +12,11 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
 
     The columns numbered in `right` are aligned to the right. The first row has the headings.
     """
-    # Here, since a mistake must be said without the time that it takes to import.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    shown = [[harmless(cell).replace("\n", "\\n").expandtabs() for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(*shown, strict=True)]
 
-    lines = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    for number in range(len(rows[0])):
-        lines.add_column(justify="right" if number in right else "left", no_wrap=True)
-    for row in rows:
-        lines.add_row(*(Text(harmless(cell).replace("\n", "\\n")) for cell in row))
-    out = io.StringIO()
-    # With both sizes, COLUMNS and LINES are not read.
-    console = Console(file=out, width=100_000, height=100, color_system=None, legacy_windows=False)
-    console.print(lines)
-    return [line.rstrip() for line in out.getvalue().splitlines()]
+    def padded(number: int, cell: str) -> str:
+        blanks = " " * (widths[number] - cell_len(cell))  # letters of East Asia take two places
+        return blanks + cell if number in right else cell + blanks
+
+    return ["  ".join(padded(*each) for each in enumerate(row)).rstrip() for row in shown]

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from torchmars.cluster.signals import be_helper
-from torchmars.data.mixture import MixedWindows, Shares, shares_from_start
+from torchmars.data.mixture import MixedWindows
 from torchmars.data.order import Samples, rank_samples
+from torchmars.data.shares import Shares, shares_from_start
 from torchmars.data.windows import ChangedData
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchmars.data.mixture import MixedWindows, Shares
+from torchmars.data.mixture import MixedWindows
+from torchmars.data.shares import Shares
 
 
 def window_of_sample(sample: int, n_windows: int, seed: int) -> int:

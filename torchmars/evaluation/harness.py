@@ -19,8 +19,7 @@ from torchmars.config import ParallelismConfig
 from torchmars.core.errors import exit_on_user_error
 from torchmars.core.places import place
 from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
-from torchmars.evaluation.scoring import Scorer, Tokens, windows_after
-from torchmars.exchange.saved_model import load_sharded_model
+from torchmars.evaluation.scoring import Tokens, load_scorer, windows_after
 
 NEW_TOKENS = 256  # at most, where a task does not say it; as in the harness
 
@@ -42,8 +41,8 @@ class HarnessModel(LM):
         """`device` and `max_batch_size` come from the harness, and are not used."""
         super().__init__()
         layout = connection.start(ParallelismConfig())
-        model, self.tokenizer = load_sharded_model(place(folder, "folder"), layout, "float32")
-        self.scorer = Scorer(model, layout, self.tokenizer, int(batch_size))
+        self.scorer = load_scorer(place(folder, "folder"), layout, "float32", int(batch_size))
+        self.tokenizer = self.scorer.tokenizer
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return log-likelihoods of texts after contexts, and whether all tokens are likeliest."""

@@ -7,6 +7,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
+import datasets
+from huggingface_hub import constants
+
 ANSWER_SECONDS = 10.0
 
 
@@ -16,9 +19,6 @@ def hub_or_cache() -> Iterator[str]:
 
     It would ask again and again. The body gets why the hub cannot be reached, "" if it can.
     """
-    import datasets
-    from huggingface_hub import constants
-
     switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]
     before = [getattr(module, name) for module, name in switches]
     problem = "" if any(before) else hub_problem(constants.ENDPOINT)

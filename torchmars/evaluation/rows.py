@@ -9,7 +9,6 @@ from torchmars.core.files import read_text
 from torchmars.core.places import local_place
 from torchmars.core.typed import meant, parse_json
 from torchmars.data.corpus import in_a_line
-from torchmars.evaluation.hub import hub_or_cache
 from torchmars.evaluation.tasks import (
     TASKS,
     Question,
@@ -117,10 +116,10 @@ def read_file(file: Path) -> list[Row]:
 def download(task: Task, split: str) -> list[Row]:
     """Return the rows of a task's split on the hub. Raises `UserError`."""
     with needs_package("datasets", "a task of the hub"):
-        import datasets
-    with hub_or_cache() as problem:
+        from torchmars.evaluation import hub
+    with hub.hub_or_cache() as problem:
         try:
-            return list(datasets.load_dataset(task.dataset, task.config, split=split))
+            return list(hub.datasets.load_dataset(task.dataset, task.config, split=split))
         except Exception as error:  # whatever the network and the hub make of it
             raise UserError(
                 f"cannot load the task {task.dataset} from the hub "

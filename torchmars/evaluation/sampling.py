@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from torchmars.config.fields import Amount, Positive
 from torchmars.core.bounds import Range
+from torchmars.core.device import gpu_type
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer
+from torchmars.exchange.saved_model import load_model
 from torchmars.models.cache import Cache
 from torchmars.models.model import Model
 
@@ -168,3 +171,15 @@ def following(tokenizer: Tokenizer, context: list[int], new: Sequence[int]) -> s
     if new and new[-1] in tokenizer.ends:
         new = new[:-1]
     return tokenizer.decode([*context, *new])[len(tokenizer.decode(context)) :]
+
+
+def load_onto_gpu(folder: PurePath) -> tuple[Model, Tokenizer]:
+    """Load a model as `load_model` does, onto the GPU where there is one."""
+    model, tokenizer, _ = load_model(folder)
+    try:
+        return model.to(gpu_type() or "cpu"), tokenizer
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the GPU has no room for the model in {folder}: name another one in "
+            "CUDA_VISIBLE_DEVICES, or set that to nothing to generate on the CPU"
+        ) from None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.data.tokenizer import Tokenizer
+from torchmars.exchange.saved_model import ComputeDtype, load_sharded_model
 from torchmars.parallel.cuts import sequence_unit
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
@@ -150,3 +152,11 @@ def windows_after(
         windows.append(Tokens(ids[max(0, end - seq_len - 1) : end], end - begin, size))
         begin = end
     return windows
+
+
+def load_scorer(
+    folder: PurePath, layout: Layout, dtype: ComputeDtype, batch_size: int, step: int | None = None
+) -> Scorer:
+    """Return a scorer by the model in `folder`, as `load_sharded_model` loads it."""
+    model, tokenizer = load_sharded_model(folder, layout, dtype, step)
+    return Scorer(model, layout, tokenizer, batch_size)

@@ -129,6 +129,18 @@ class DecodedBytes:
         return self.size + self.tokenizer.decoded_bytes(self.rest)
 
 
+def open_texts(
+    files: str | None, shards: Path | None, scorer: Scorer
+) -> dict[str, Sequence[Tokens]]:
+    """Return the windows of text `files` and of a folder of shards, by name. Raises `UserError`."""
+    texts: dict[str, Sequence[Tokens]] = {}
+    if files:
+        texts[files] = windows_of_files(files, scorer)
+    if shards:
+        texts[str(shards)] = ShardWindows(shards, scorer)
+    return texts
+
+
 def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     """Return the windows of the text files that a path, a folder or a glob names.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, read_bytes, sync_folder, write_durably
 from torchmars.data.tokenizer_file import GENERATION
 from torchmars.exchange.card import HEAD, model_card
@@ -43,6 +43,13 @@ def mean_weight(models: Sequence[SavedModel]) -> Callable[[str], Tensor]:
         return total.div_(len(models))
 
     return read
+
+
+def export(models: Sequence[SavedModel], target: Path, kind: str, dtype: str) -> None:
+    """Write the mean weights of `models`: "hf", a folder, or a file. Raises `UserError`."""
+    write = export_folder if kind == "hf" else export_file
+    with file_errors(f"cannot write {target}"):
+        write(models, target, getattr(torch, dtype))
 
 
 def export_file(models: Sequence[SavedModel], file: Path, dtype: torch.dtype) -> None:

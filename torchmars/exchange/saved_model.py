@@ -40,6 +40,8 @@ from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.storage.storage import MANIFEST
 
+ComputeDtype = Literal["float32", "bfloat16"]
+
 
 @dataclass(frozen=True)
 class SavedModel:
@@ -140,7 +142,7 @@ def load_model(folder: PurePath) -> tuple[Model, Tokenizer, ResolvedConfig]:
 
 
 def load_sharded_model(
-    folder: PurePath, layout: Layout, dtype: Literal["float32", "bfloat16"], step: int | None = None
+    folder: PurePath, layout: Layout, dtype: ComputeDtype, step: int | None = None
 ) -> tuple[ParallelModel, Tokenizer]:
     """Load a model onto ranks that share its weights by FSDP. Return it and its tokenizer.
 

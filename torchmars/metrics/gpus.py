@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from torchmars.core.device import is_gpu
-from torchmars.metrics.gpus import GPUS
+from torchmars.metrics.gpus import GIB, GPUS
 from torchmars.metrics.phases import OTHER, PAUSED, PhaseClock
-
-GIB = 2**30
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from torchmars.metrics.throughput import GIB
+from torchmars.metrics.gpus import GIB
 from torchmars.parallel.checks import untrained
 from torchmars.planning.assumptions import FLOPS, GPU, MEMORY, NETWORK
 from torchmars.planning.plan import Plan

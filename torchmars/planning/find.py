@@ -18,7 +18,7 @@ from torchmars.config.plugins import load_plugins
 from torchmars.config.toml_files import Tables
 from torchmars.core.errors import UserError
 from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.metrics.throughput import GIB
+from torchmars.metrics.gpus import GIB
 from torchmars.models import Model, build_meta_model
 from torchmars.parallel.checks import check_layout, check_memory
 from torchmars.planning.assumptions import RESERVED, SPEEDS

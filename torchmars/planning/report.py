@@ -6,16 +6,17 @@ from torchmars.checkpoint.memory.copies import GENERATIONS
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted, duration
-from torchmars.metrics.throughput import GIB
+from torchmars.metrics.gpus import GIB
 from torchmars.planning.advice import advice
 from torchmars.planning.assumptions import SPEEDS
 from torchmars.planning.plan import Plan
 from torchmars.planning.simulation import Simulation
+from torchmars.training.default_lr import default_lr_warnings
 from torchmars.training.summary import summary
 
 
-def plan_in_words(plan: Plan) -> list[str]:
-    """Return all of a plan: the run, its costs, and warnings."""
+def plan_in_words(plan: Plan, default_lr: bool = False) -> list[str]:
+    """Return all of a plan: the run, its costs, and warnings, also of the `default_lr`."""
     sections = {
         "memory": memory(plan),
         "experts": dealt_experts(plan),
@@ -29,7 +30,8 @@ def plan_in_words(plan: Plan) -> list[str]:
     lines = summary(plan.config, plan.layout, plan.whole, plan.optimizer)
     for name, section in sections.items():
         lines += labelled(name, *section) if section else []
-    return lines + [line for text in advice(plan) for line in labelled("warning", text)]
+    warnings = [*advice(plan), *(default_lr_warnings(plan.config) if default_lr else [])]
+    return lines + [line for text in warnings for line in labelled("warning", text)]
 
 
 def memory(plan: Plan) -> list[str]:

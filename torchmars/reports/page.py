@@ -11,6 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from torchmars.core.errors import file_errors, needs_package
 from torchmars.core.files import write_durably
 
@@ -61,10 +63,7 @@ def page(
     `axes` are those of figures by steps: their titles, and of each run where some steps are on
     them. A section of nothing is left out. Raises `UserError` without plotly.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
-    # Jinja escapes all but what is `Markup`.
+    # Jinja escapes all but what the template calls safe: our own files.
     loader = PackageLoader("torchmars.reports", ".")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     sections = [e for e in sections if e.texts or e.facts or e.rows or e.figures or e.folds]
@@ -76,8 +75,8 @@ def page(
         subtitle=subtitle,
         sections=sections,
         axes=axes,
-        css=Markup((files / "page.css").read_text(encoding="utf-8")),
-        script=Markup((files / "page.js").read_text(encoding="utf-8")),
+        css=(files / "page.css").read_text(encoding="utf-8"),
+        script=(files / "page.js").read_text(encoding="utf-8"),
         plotly=plotly(),
         data=packed(json.dumps(data, allow_nan=False)),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),

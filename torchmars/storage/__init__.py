@@ -7,6 +7,7 @@ an `Ownership`.
 from pathlib import Path, PurePath
 
 from torchmars.storage.local import LOCAL
+from torchmars.storage.objects import ObjectStorage
 from torchmars.storage.storage import Storage
 from torchmars.storage.stores import store_of
 
@@ -15,6 +16,4 @@ def storage_of(path: PurePath) -> Storage:
     """Return where a path, which `place` gave, lies. Raises `UserError` for an unknown store."""
     if isinstance(path, Path):
         return LOCAL
-    from torchmars.storage.objects import ObjectStorage  # it takes torch, which lists need not
-
     return ObjectStorage(store_of(path))

@@ -7,6 +7,10 @@ is a folder without objects, and an object that was written.
 import re
 from typing import Any
 
+from aiobotocore.session import AioSession
+from botocore.parsers import ResponseParserError
+from fsspec.config import conf
+
 # The first element of an answer's XML, by operation, and a header that each answer has.
 ROOTS = {
     "ListBuckets": "ListAllMyBucketsResult",
@@ -30,9 +34,6 @@ def session() -> Any:
 
     It has the profile that fsspec's own settings name.
     """
-    from aiobotocore.session import AioSession
-    from fsspec.config import conf
-
     made = AioSession(profile=conf.get("s3", {}).get("profile"))
     # Before botocore's own, which takes anything but XML for a fault of the store.
     made.get_component("event_emitter").register_first("before-parse.s3", check_answer)
@@ -41,8 +42,6 @@ def session() -> Any:
 
 def check_answer(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
     """Raise the error after which the client asks again, if no store sent the answer."""
-    from botocore.parsers import ResponseParserError
-
     if wrong := problem(operation_model.name, response_dict):
         raise ResponseParserError(f"what answers is no store: {wrong}")
 

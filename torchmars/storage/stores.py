@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 from torchmars.core.errors import Unreachable, UserError, missing_package
 from torchmars.core.places import STORES, ObjectPath
 from torchmars.core.secrets import without_secrets
-from torchmars.storage import answers
 
 BLOCK = 16 * 2**20  # bytes of a request where a file is read from start to end
 ATTEMPTS = 3  # to read bytes that come altered
@@ -127,7 +126,11 @@ class Store:
         try:
             import fsspec
 
-            own = {"session": answers.session()} if self.protocol == "s3" else {}
+            own = {}
+            if self.protocol == "s3":
+                from torchmars.storage import answers  # it needs the client of S3
+
+                own["session"] = answers.session()
             return fsspec.filesystem(
                 self.protocol, skip_instance_cache=True, use_listings_cache=False, **own
             )

@@ -19,7 +19,8 @@ from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
-from torchmars.data.mixture import Mixture, Shares, shares_from_start
+from torchmars.data.mixture import Mixture
+from torchmars.data.shares import Shares, shares_from_start
 from torchmars.exchange.initial import init_from
 from torchmars.metrics.events import EventLog
 from torchmars.training.guards import recent

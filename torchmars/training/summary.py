@@ -13,7 +13,8 @@ from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted
 from torchmars.data import sources
-from torchmars.data.mixture import Mixture, Shares
+from torchmars.data.mixture import Mixture
+from torchmars.data.shares import Shares
 from torchmars.models import Model, title
 from torchmars.optim import MARS
 from torchmars.optim.rules import RULES, variance_reduced
