@@ -212,7 +212,7 @@ def test_a_job_starts_a_launcher_on_each_node(place, job):
     called = (place / "called").read_text()
     assert code == 0, err
     assert "srun n1:20007 --ntasks=2 --ntasks-per-node=1" in called and "requeue" not in called
-    assert f'--prepared "$@" - {place / "tiny.toml"} --training.steps 2\n' in called
+    assert f'--prepared "$@" python {place / "tiny.toml"} --training.steps 2\n' in called
 
 
 @pytest.mark.parametrize("command", ["train", "rank"])

@@ -17,6 +17,7 @@ from tests.support.ranks import run_ranks
 from torchmars.__main__ import main
 from torchmars.cluster.environment import Environment, read_environment
 from torchmars.config.load import load_config
+from torchmars.data.named_tokenizers import load_tokenizer
 
 # text is what programs print. A block of another language is a mistake.
 LANGUAGES = {"python", "toml", "bash", "text", "bibtex"}
@@ -84,6 +85,17 @@ def test_python_runs(block, capsys, tmp_path, monkeypatch):
         printed = capsys.readouterr().out.split()
     if "loss" in printed:
         assert float(printed[-1]) < 1.0  # it fell from log(100)
+
+
+def test_a_tokenizer_is_made_of_a_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "play.txt").write_text("The fox went over the hill. " * 100)
+    run_block(named_files("python")["make_tokenizer.py"])
+    tokenizer = load_tokenizer("./tokenizer.json")
+    assert capsys.readouterr().out.split() == [str(tokenizer.vocab_size), "tokens"]
+    [ids] = tokenizer.encode_batch(["The fox wént over"])
+    assert tokenizer.decode(ids.tolist()) == "The fox wént over" and len(ids) < 15
+    assert tokenizer.end_of_text == 0
 
 
 @pytest.mark.parametrize("block", without_plugins("toml"), ids=str)
