@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -73,12 +74,14 @@ def test_the_installed_command_says_so_too(bare, tmp_path):
 
 
 def test_the_script_before_the_installation_is_one_line(bare, tmp_path):
-    script = str(ROOT / "run_train.sh")
+    project = tmp_path / "project"  # which has no environment, as this clone may have
+    project.mkdir()
+    script = shutil.copy(ROOT / "run_train.sh", project)
     ended = bare(script)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
-        f"error: no Python here has torchmars: python3 -m venv {ROOT}/.venv && "
-        f"{ROOT}/.venv/bin/pip install -e {ROOT} makes one that this script finds, "
+        f"error: no Python here has torchmars: python3 -m venv {project}/.venv && "
+        f"{project}/.venv/bin/pip install -e {project} makes one that this script finds, "
         "or activate the environment that has torchmars\n"
     )
     ended = bare(script, folder=ROOT)  # where Python finds it, but not what it needs

@@ -12,6 +12,7 @@ import torchmars
 from tests.docs.pages import ROOT, blocks, commands, named_files
 from tests.support.commands import Command
 from tests.support.tiny import tiny_tables, write_text
+from torchmars.config.history import TOLD
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 
@@ -51,7 +52,7 @@ def place(tmp_path_factory):
 
 def run(folder, command, *args):
     """Run a command in a folder, with one rank; its exit code, output, errors."""
-    env = os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300"}
+    env = os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300", TOLD: ""}
     process = Command(command, [*args], folder, env, ranks=1)
     out, err = process.communicate()
     return process.returncode, out, err

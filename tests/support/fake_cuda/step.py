@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import torchmars
 from tests.support.fake_cuda import device as fake_device
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
@@ -38,6 +40,7 @@ from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer
 
+PACKAGE = f"{Path(torchmars.__file__).parent}/"
 DEVICE = torch.device("cuda", 0)
 # Operations that start nothing on a GPU: views, and those of shapes and of memory.
 FREE = {
@@ -141,9 +144,9 @@ def kinds(tensors: Iterable[Tensor]) -> set[str]:
 
 def caller() -> str:
     """Return the innermost line of torchmars that runs, or of whatever runs."""
-    frames = [each for each in traceback.extract_stack() if "/torchmars/" in each.filename]
+    frames = [each for each in traceback.extract_stack() if each.filename.startswith(PACKAGE)]
     *_, last = frames or traceback.extract_stack()
-    return f"{last.filename.rpartition('/torchmars/')[2]}:{last.lineno} {last.line}"
+    return f"{last.filename.removeprefix(PACKAGE)}:{last.lineno} {last.line}"
 
 
 @contextlib.contextmanager
