@@ -11,11 +11,21 @@ from tests.formats import written_by_0_1_0 as written
 from tests.formats.test_formats import CONFIG
 from torchmars.checkpoint import manifest as manifests
 from torchmars.comparison.settings import written as written_settings
-from torchmars.config import Config, GroupConfig, OptimizerConfig, ResolvedConfig, TrainingConfig
+from torchmars.config import (
+    Config,
+    GroupConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ResolvedConfig,
+    TrainingConfig,
+)
 from torchmars.config import optimizer as config_optimizer
 from torchmars.config.fields import Was, with_settings
 from torchmars.config.history import TOLD, names_of
 from torchmars.config.load import config_from_tables, is_set, load_config, sources_of
+from torchmars.config.model import fields_of_families
+from torchmars.config.model_args import ModelArgs
+from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES
 
@@ -160,3 +170,19 @@ def test_of_two_sources_the_later_one_says_whether_what_is_gone_is_dropped(tmp_p
 def test_a_table_in_the_place_of_what_is_gone_is_refused_as_it_is():
     with pytest.raises(UserError, match="^optimizer.exact_fraction is a setting no more"):
         config_from_tables({"optimizer": {"exact_fraction": {"a": 1}}}, "in a test")
+
+
+def test_a_setting_of_a_model_says_its_old_name_too():
+    """Also one whose default follows from the size, in whose type None is possible then."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Args(ModelArgs):
+        sizes = {"nano": {"width": 8}}
+        width: Annotated[int, Range(1, 9), Was("n_embd")]
+        """Size of a hidden state."""
+        scale: Annotated[float, Was("factor")] = 1.0
+        """Of the output."""
+
+    names = names_of(with_settings(ModelConfig, fields_of_families({"": Args})))
+    assert names["width"][0] == "n_embd" and names["scale"][0] == "factor"
+    assert names["n_layer"][0] == ""

@@ -21,7 +21,7 @@ class List:
 
 @dataclass
 class Verify:
-    """Read every byte and compare checksums. Exit code 2 where anything is damaged."""
+    """Read every byte and compare checksums. Exit code 2 if anything is damaged."""
 
     run: Positional[PurePath]
     """A run's folder."""

@@ -1,4 +1,4 @@
-"""What presets take and are to reach: a table of them, and a page for each."""
+"""Cost and expected result of presets: a table of all, and a page for each."""
 
 from collections.abc import Iterable
 from functools import cache

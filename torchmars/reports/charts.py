@@ -56,7 +56,7 @@ NOT_DRAWN = re.compile(r"train/(tokens|skipped_in_a_row)")
 
 
 def names_measured(runs: list[Run]) -> set[str]:
-    """Return the names of what `runs` have measured, but for skipped steps if there were none."""
+    """Return the names of all that `runs` measured, except skipped steps if there were none."""
     names: set[str] = set().union(*(run.series for run in runs))
     return names if any(len(run.skipped.steps) for run in runs) else names - {SKIPPED}
 

@@ -9,7 +9,7 @@ ENDS = ("stopped", "complete", "failed")
 
 
 def told(run: Run) -> list[tuple[Event, str]]:
-    """Return what happened to a run but for its samples, oldest first, each with its words."""
+    """Return what happened to a run except its samples, oldest first, each with its words."""
     events = [event for event in run.events if event.kind != "sample"]
     return [(each, event_words(each, before)) for before, each in zip([None, *events], events)]
 

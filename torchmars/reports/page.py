@@ -27,7 +27,7 @@ class PageFigure:
 
     title: str
     traces: list[dict[str, Any]]
-    """Of plotly, but for: style; color, a number; run, whose box hides it; group, of a legend."""
+    """Plotly's, except: style; color, a number; run, whose box hides it; group, of a legend."""
     note: str
     x: dict[str, Any]
     """What is special of the axis, for plotly; log: whether the reader may make it logarithmic."""
