@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -267,19 +266,10 @@ def check_secrets(tables: Tables) -> None:
     if next(unprintable(tables), None):  # it is told where values are checked
         return
     for setting, value in flattened(tables).items():
-        if any(map(has_credentials, texts_in(value))):
+        if has_credentials(value):
             raise UserError(
                 f"{setting} must not hold credentials: a store's own variables and files do"
             )
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts in nested tables and lists, and the names in tables."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for each in (*value, *value.values()) if isinstance(value, dict) else value:
-            yield from texts_in(each)
 
 
 def check_places(config: ResolvedConfig) -> None:

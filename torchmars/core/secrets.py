@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 GONE = "..."
@@ -66,9 +67,12 @@ LOOKS_SECRET = [
 ]
 
 
-def has_credentials(text: str) -> bool:
-    """Return whether a text has credentials in the name of a store."""
-    return IN_NAMES.search(text) is not None
+def has_credentials(value: Any) -> bool:
+    """Return whether a text, or one in tables and lists, has credentials in a store's name."""
+    if isinstance(value, str):
+        return IN_NAMES.search(value) is not None
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    return isinstance(value, (dict, list, tuple)) and any(map(has_credentials, inner))
 
 
 def without_credentials(text: str) -> str:
