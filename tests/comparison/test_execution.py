@@ -35,12 +35,12 @@ WAITS = """
 import os, time
 from torchmars.training.trainer import Trainer
 
-report = Trainer.report
-def wait(self, *made):
-    report(self, *made)
+train_step = Trainer.train_step
+def wait(self):
     while "WAITS" in os.environ and self.state.step == 5 and self.signals.received is None:
         time.sleep(0.01)
-Trainer.report = wait
+    return train_step(self)
+Trainer.train_step = wait
 """
 
 
