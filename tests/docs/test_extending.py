@@ -99,6 +99,9 @@ def test_settings_of_its_own_reach_the_plugin(place):
     assert run(folder, *words, "--model.mlp_scale", "0.5")[0] == 0
     _, text, _ = run(folder, *words, "--help", "all")
     assert "--model.mlp_scale FLOAT" in text and "--optimizer.threshold FLOAT" in text
+    for section, setting in (("model", "mlp_scale"), ("optimizer", "threshold")):
+        _, text, _ = run(folder, *words[:8], "--help", section, *words[8:])
+        assert text.startswith(f"[{section}]:") and f"--{section}.{setting} FLOAT" in text
     words[0] = "train"
     assert words[2:4] == ["--world-size", "1"]
     del words[2:4]

@@ -49,8 +49,7 @@ def list_checkpoints(folder: PurePath) -> None:
             what = "damaged" if isinstance(error, DamagedCheckpoint) else "of another version"
             state = f"{what}: {error}"
         rows.append((str(step_of(path)), *values, state))
-    for line in table(rows, right=range(4)):
-        say(line)
+    say(*table(rows, right=range(4)))
     for path in leftovers(folder):
         say(f"{path.name}: {LEFT.get(path.suffix, 'not used any more')}")
 

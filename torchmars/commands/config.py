@@ -48,8 +48,7 @@ def main() -> None:
             rows = [*values_with_sources(config, renamed_sources(sources))]
         else:
             rows = [*other_values(options.diff, config)] or [("nothing differs", "")]
-        for line in table(rows):
-            say(line)
+        say(*table(rows))
 
 
 def values_with_sources(

@@ -65,17 +65,17 @@ def main() -> None:
 
         models = open_last(options.run, options.step, options.average, options.ema)
         export(models, options.target, kind, options.dtype)
-        parameters = [parameter.numel() for parameter in models[0].model.parameters()]
-        say(f"{options.target}: {counted(len(parameters), 'tensor')}, {sum(parameters):,} weights")
         newest = models[0]
+        parameters = [parameter.numel() for parameter in newest.model.parameters()]
+        say(f"{options.target}: {counted(len(parameters), 'tensor')}, {sum(parameters):,} weights")
         loss = newest.manifest.validation_loss
         measured = "" if loss is None else f", validation loss {loss:.4f}"
         say(f"of {newest.folder}, step {newest.step:,}{measured}")
-        if kind == "hf" and (problem := tokenizer_problem(models[0])):
+        if kind == "hf" and (problem := tokenizer_problem(newest)):
             say(f"warning: {problem}")
         say(f"Python: {LOADING[kind].format(target=str(options.target))}")
         following = after_folder if kind == "hf" else after_file
-        if lines := next_commands(*following(options.target, models[0])):
+        if lines := next_commands(*following(options.target, newest)):
             say(*lines)
 
 

@@ -21,7 +21,7 @@ from torchmars.config.source import parse_source
 from torchmars.config.toml_files import NamedTables, Tables, flattened, merge
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
-from torchmars.core.help import HELP, print_help_if_asked
+from torchmars.core.help import help_asked, print_help_if_asked
 from torchmars.core.options import take_options
 from torchmars.core.places import place
 from torchmars.core.secrets import has_credentials
@@ -87,8 +87,8 @@ def print_help(args: list[str], prog: str, *options: type) -> None:
     It has the settings of the plugins that `args` name too, where these can be read.
     """
     kind: type[Config] = Config
-    rest = [each for each in args if each not in HELP]
-    if len(rest) < len(args):
+    named, rest = help_asked(args)
+    if named is not None:
         with contextlib.suppress(UserError):
             for each in options:
                 _, rest = take_options(each, rest)

@@ -82,12 +82,11 @@ def print_help_if_asked(
     and after `--help` the name of one, or "all", asks for its fields: `--section.batch_size`,
     spelled as in a TOML file. Raises `UserError` for a section that is not there.
     """
-    if not HELP & set(args):
+    named, _ = help_asked(args)
+    if named is None:
         return
     sections = [*sections_of(settings)]
-    after = args[next(place for place, arg in enumerate(args) if arg in HELP) + 1 :]
-    named = after[0] if sections and after and not after[0].startswith("-") else ""
-    if named not in ("", "all"):
+    if sections and named not in ("", "all"):
         print_sections(named, sections)
         raise Ended(0)
     documented = next(kind for kind in (*options, settings) if kind is not None)
@@ -102,7 +101,7 @@ def print_help_if_asked(
     for kind in options:
         add_fields(parser, kind)
     parser.add_argument("-h", "--help", action="store_true", help="Print this and exit.")
-    if named:
+    if named == "all":
         add_sections(parser, sections)
     parser.print_help()
     if sections and not named:
@@ -110,6 +109,20 @@ def print_help_if_asked(
         for name, text, _ in sections:
             print(f"  {f'[{name}]':<24}{textwrap.shorten(text, 74, placeholder=' ...')}")
     raise Ended(0)
+
+
+def help_asked(args: list[str]) -> tuple[str | None, list[str]]:
+    """Return the word after `--help`, "" without one, and the other arguments.
+
+    None if `args` do not ask for help.
+    """
+    place = next((place for place, arg in enumerate(args) if arg in HELP), None)
+    if place is None:
+        return None, args
+    after = args[place + 1 :]
+    count = 1 if after and not after[0].startswith("-") else 0
+    rest = [arg for arg in [*args[:place], *after[count:]] if arg not in HELP]
+    return "".join(after[:count]), rest
 
 
 def print_sections(named: str, sections: list[tuple[str, str, type]]) -> None:

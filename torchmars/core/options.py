@@ -116,8 +116,7 @@ def build(kind: type[T], values: dict[str, Any]) -> T:
 def print_commands(prog: str, description: str, commands: dict[str, str]) -> None:
     """Print the commands, with a line on each."""
     say(f"usage: {prog} COMMAND ...\n\n{description}\n")
-    for line in table([(f"  {name}", text) for name, text in commands.items()]):
-        say(line)
+    say(*table([(f"  {name}", text) for name, text in commands.items()]))
     say(f"\n{prog} COMMAND --help says more of one.")
 
 

@@ -219,6 +219,7 @@ def plan_all(
     with ProcessPoolExecutor(
         workers, server, load_plugins, (plugins,), max_tasks_per_child=1
     ) as pool:
+        # As tables: the class of a section with a plugin's settings cannot be pickled.
         yield from pool.map(work, map(asdict, layouts))
 
 
