@@ -4,7 +4,6 @@ import json
 import os
 import re
 import struct
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.llama import LlamaArgs
 from torchmars.exchange.folder import TOKENIZER, open_folder
 from torchmars.exchange.names import counterparts
-from torchmars.exchange.saved_model import open_any
 from torchmars.exchange.to_config import to_config
 from torchmars.exchange.weights import CONFIG, INDEX, WEIGHTS
 from torchmars.models.gpt2 import GPT2
@@ -193,18 +191,6 @@ def test_what_is_wrong_is_one_line(folder, case):
     assert f"{folder} cannot be opened: " in said
     assert re.search(message, said), said
     assert sorted(folder.parent.rglob("*")) == files
-
-
-@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B"])
-def test_a_name_of_the_hub_is_told_how_to_fetch_it(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    bare = name.removeprefix("hf:")
-    line = f"there is no folder {bare}: fetch it with `hf download {bare} --local-dir {bare}`"
-    assert line in mistake(open_folder, Path(name))
-    if name != bare:
-        assert line in mistake(open_any, Path(name))
-        make_folder(tmp_path / "model", MODELS["llama"])
-        assert "checkpoint.init_from: name model here" in mistake(open_any, Path("hf:model"))
 
 
 @pytest.mark.parametrize("kind", MODELS)

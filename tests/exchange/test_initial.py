@@ -219,10 +219,6 @@ MISFITS = [
         {"checkpoint": {"init_from": "nowhere"}},
         "checkpoint.init_from: nowhere is neither a checkpoint nor a run with one",
     ),
-    (
-        {"checkpoint": {"init_from": "hf:Qwen/Qwen3-0.6B"}},
-        "no folder Qwen/Qwen3-0.6B: fetch it with `hf download Qwen/Qwen3-0.6B --local-dir Qwen/Q",
-    ),
     ({"checkpoint": {"init_from": "hf:FOLDER/none"}}, "there is no folder .*/none$"),
     (
         {"checkpoint": {"init_from": "FOLDER/theirs"}},

@@ -42,7 +42,7 @@ class Evaluate(PluginOptions):
 
     model: Positional[PurePath]
     """A run, whose newest good checkpoint is taken, a checkpoint, or a folder that transformers
-    reads."""
+    reads. hf:NAME is a model of the hub."""
     tasks: str | None = None
     """Tasks, with commas between them: hellaswag, arc_easy, arc_challenge, piqa, winogrande,
     openbookqa, sciq and lambada come from the hub; TASK=FILE.jsonl has the rows of one of these;

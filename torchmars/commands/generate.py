@@ -27,7 +27,8 @@ class Generate(PluginOptions):
     """
 
     folder: Positional[PurePath]
-    """A checkpoint, a run, whose newest good checkpoint is taken, or a folder of transformers."""
+    """A checkpoint, a run, whose newest good checkpoint is taken, or a folder of transformers.
+    hf:NAME is a model of the hub."""
     prompt: str = "\n"
     """Text to continue."""
     prompts: Path | None = None

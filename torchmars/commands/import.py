@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import tomli_w
@@ -19,17 +19,17 @@ from torchmars.exchange.families import IN_WORDS
 class Import:
     __doc__ = f"""Write a config that trains on from a model of Hugging Face's transformers.
 
-    The folder is one that save_pretrained wrote, or that was downloaded from the hub, with
-    .safetensors files. It is that of one of these models:
+    The folder is one that save_pretrained wrote, or that was downloaded, with .safetensors files.
+    hf:NAME is a model of the hub. It is one of these:
     {IN_WORDS}.
 
-    It is checked, and stays where it is: each rank of a run reads its own part of the weights
-    there. Files that are named after the config, and --section.key value overrides, change what
-    they like.
+    It is checked, and stays where it is. A model of the hub stays in the hub's own cache. Each rank
+    of a run reads its own part of the weights there. Files that are named after the config, and
+    --section.key value overrides, change what they like.
     """
 
-    folder: Positional[Path]
-    """The folder of the model."""
+    folder: Positional[PurePath]
+    """The folder of the model, or hf:NAME or hf:NAME@REVISION."""
     config: Positional[Path]
     """The TOML file to write."""
     force: bool = False

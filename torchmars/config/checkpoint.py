@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from torchmars.config.fields import Amount, Count, Positive, require
 from torchmars.core.bounds import Place
 
-HF = "hf:"  # begins the name of a folder of transformers in checkpoint.init_from
+HF = "hf:"  # begins the name of a folder of transformers, or of a model of the hub
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class CheckpointConfig:
     sizes only. off: nothing."""
     init_from: Annotated[str, Origin()] | None = None
     """Start from the weights of another run, of one checkpoint, of a .safetensors file made by
-    torchmars export, or of a model of Hugging Face's transformers: hf:FOLDER. Has no effect once
-    the run has a checkpoint of its own."""
+    torchmars export, or of a model of Hugging Face's transformers: hf:FOLDER, or hf:NAME of the
+    hub. Has no effect once the run has a checkpoint of its own."""
     init_optimizer: bool = False
     """Take the optimizer's state from init_from too, as far as this optimizer has use for it."""
 

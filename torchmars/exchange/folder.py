@@ -12,6 +12,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.exchange.from_config import from_config, left_to_class
+from torchmars.exchange.hub import find_folder
 from torchmars.exchange.weight_files import SavedWeight, no_content, weights_problem
 from torchmars.exchange.weights import (
     ADAPTER,
@@ -43,21 +44,23 @@ class FolderModel:
 def is_folder_of_transformers(path: PurePath) -> bool:
     """Return whether `path` is a folder of transformers. A run and a checkpoint are none.
 
-    So is a name that begins as those in checkpoint.init_from do: it is refused with the remedy.
+    So is a name that begins with "hf:".
     """
     files = (path / CONFIG, path / ADAPTER)
     return any(map(os.path.isfile, files)) or str(path).startswith(HF)
 
 
-def open_folder(folder: Path) -> FolderModel:
+def open_folder(named: PurePath) -> FolderModel:
     """Open a model in a folder of transformers, for inference or to train on from it.
 
+    `named` is its path, or "hf:" and its path or its name on the hub.
     A head that its config.json ties to the token table, and that is another, is not tied: that is
     told. Raises `UserError` for a model that is none of ours, for weights other than its
     config.json asks for, and for a tokenizer with more tokens than the model has rows.
     """
     try:
-        tables = tables_of(folder)
+        folder, source = find_folder(str(named))
+        tables = tables_of(folder, source)
         config, model = model_of(folder, tables)
         if tables["model"].get("tied") and has_other_head(folder, model):
             say(
@@ -77,7 +80,7 @@ def open_folder(folder: Path) -> FolderModel:
             raise UserError(f"{error}{left}") from None
         check_tokenizer(folder, config, model)
     except UserError as error:
-        raise UserError(f"{folder} cannot be opened: {error}") from None
+        raise UserError(f"{named} cannot be opened: {error}") from None
     return FolderModel(tables, config, model, weights)
 
 
@@ -100,17 +103,20 @@ def check_tokenizer(folder: Path, config: ResolvedConfig, model: Model) -> None:
         )
 
 
-def tables_of(folder: Path) -> Tables:
-    """Return the tables of a config that trains on from a folder. Raises `UserError`."""
+def tables_of(folder: Path, source: str) -> Tables:
+    """Return the tables of a config that trains on from a folder, named `source` there.
+
+    Raises `UserError`.
+    """
     model_table = from_config(read_config(folder))
     seq_len = model_table.pop("seq_len")
     if model_table["name"] != "gpt2":  # rotary positions take any length
         seq_len = min(seq_len, LONGEST)
     tables: Tables = {
-        "run": {"name": folder.resolve().name},
+        "run": {"name": PurePath(source.removeprefix(HF)).name.partition("@")[0]},
         "model": model_table,
         "training": {"seq_len": seq_len},
-        "checkpoint": {"init_from": f"{HF}{folder.resolve()}"},
+        "checkpoint": {"init_from": source},
     }
     if (folder / TOKENIZER).exists():
         # Of a cache, the file is a link to one that has no tokenizer_config.json beside it.

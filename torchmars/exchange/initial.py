@@ -1,6 +1,5 @@
 """The start of a new run from weights: another run's checkpoint, or exported ones."""
 
-import os
 from pathlib import Path, PurePath
 from typing import Literal
 
@@ -23,6 +22,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.places import place
 from torchmars.core.words import counted
 from torchmars.exchange.folder import is_folder_of_transformers
+from torchmars.exchange.hub import find_folder
 from torchmars.exchange.weight_files import (
     SavedWeight,
     load_weights,
@@ -46,7 +46,7 @@ def init_from(
     """Fill `model`, and `with_optimizer` the state that `optimizer` shares with the source's.
 
     `source` is a checkpoint, a run, whose newest good checkpoint is taken, a .safetensors file, or
-    "hf:" and a folder that transformers wrote.
+    "hf:" and a folder that transformers wrote, or a model of the hub.
     Called by every rank. Returns the source, in words, and the parameters whose state came without
     the last gradient that their rule keeps. Raises `UserError`.
     """
@@ -96,7 +96,7 @@ def weights_of(source: str, model: Model) -> dict[str, SavedWeight] | None:
     """
     try:
         if source.startswith(HF):
-            saved = weights_of_folder(Path(os.path.expanduser(source.removeprefix(HF))), model)
+            saved = weights_of_folder(find_folder(source)[0], model)
         elif source.endswith(".safetensors"):
             saved = weights_of_file(Path(source))
         else:

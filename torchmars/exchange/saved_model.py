@@ -138,7 +138,7 @@ def load_model(folder: PurePath) -> tuple[Model, Tokenizer, ResolvedConfig]:
         load_weights(found.weights, model.state_dict())
     else:
         read_tensors(found.folder, model_state(model.state_dict()), found.index)
-    return model, tokenizer_in(folder, found), found.config
+    return model, tokenizer_in(found), found.config
 
 
 def load_sharded_model(
@@ -152,7 +152,7 @@ def load_sharded_model(
     """
     found = layout.on_first(lambda: without_index(open_any(folder, step)))
     config = found.config
-    tokenizer = tokenizer_in(folder, found)
+    tokenizer = tokenizer_in(found)
     find_starts = partial(document_starts, end_of_text=tokenizer.end_of_text)
     model = ParallelModel(
         found.model,
@@ -178,10 +178,10 @@ def without_index(found: SavedModel | FolderModel) -> SavedModel | FolderModel:
     return found if isinstance(found, FolderModel) else replace(found, index=dcp.Metadata({}))
 
 
-def tokenizer_in(folder: PurePath, found: SavedModel | FolderModel) -> Tokenizer:
-    """Return the tokenizer of a model that was found in `folder`. Raises `UserError`."""
+def tokenizer_in(found: SavedModel | FolderModel) -> Tokenizer:
+    """Return the tokenizer of a model that was found. Raises `UserError`."""
     if isinstance(found, FolderModel):
-        return FolderTokenizer(str(folder))
+        return FolderTokenizer(found.config.data.tokenizer)
     return tokenizer_of(found)
 
 
@@ -213,7 +213,7 @@ def open_any(folder: PurePath, step: int | None = None) -> SavedModel | FolderMo
     """
     if not is_folder_of_transformers(folder):
         return open_model(folder, step)
-    found = open_folder(Path(folder))
+    found = open_folder(folder)
     if "data" not in found.tables:
         raise UserError(f"{folder} has no {TOKENIZER}: put the model's file there")
     return found

@@ -18,6 +18,7 @@ from torchmars.core.bounds import Name
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, write_durably
 from torchmars.core.typed import parse_json
+from torchmars.exchange.hub import is_of_hub
 from torchmars.exchange.names import (
     GATE_UP,
     Counterpart,
@@ -41,7 +42,6 @@ from torchmars.models.gpt2 import GPT2
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 ADAPTER = "adapter_config.json"
 TABLE, HEAD = "tok_embed.weight", "lm_head.weight"  # our name of the token table, their head
-HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # names of models on the hub
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 VARIANT = re.compile(r"model\.[\w-]+(\.index\.json|(-\d+-of-\d+)?\.safetensors)")
 FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
@@ -66,12 +66,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_folder(folder: Path) -> None:
     """Raise `UserError` for a folder that is not there, and for one of an adapter."""
-    name = str(folder).removeprefix(HF)
     if not os.path.lexists(folder):
-        if os.path.isdir(name):
-            raise UserError(f"{HF} is for checkpoint.init_from: name {name} here")
-        fetch = f": fetch it with `hf download {name} --local-dir {name}`, and name that folder"
-        raise UserError(f"there is no folder {name}{fetch if HUB.fullmatch(name) else ''}")
+        of_hub = f"{HF}{folder}"
+        fetch = f": {of_hub} names that model of the hub" if is_of_hub(of_hub) else ""
+        raise UserError(f"there is no folder {folder}{fetch}")
     if os.path.lexists(folder / ADAPTER):
         raise UserError(
             f"its {ADAPTER} belongs to an adapter of PEFT: load it there, and save what "

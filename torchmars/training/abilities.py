@@ -1,6 +1,7 @@
 """The abilities that all ranks of a run share, and the settings that follow."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import newest_config
@@ -8,6 +9,7 @@ from torchmars.config import ResolvedConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.dtypes import resolve_dtypes
 from torchmars.config.optimizer import resolve_routers
+from torchmars.exchange.hub import find_folder, is_of_hub
 from torchmars.optim.kernels import can_compile
 from torchmars.optim.matrices.precision import multiplies_bfloat16
 from torchmars.parallel.fsdp import weight_device
@@ -24,7 +26,10 @@ class Abilities:
 
 
 def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedConfig, Abilities]:
-    """Return `config` with dtypes and compilation resolved, and the abilities that it rests on."""
+    """Return `config` with all resolved that ranks must find out, and the abilities of all ranks.
+
+    Raises `UserError`, on every rank, for a model of the hub that cannot be fetched.
+    """
     device = layout.device
     weights = weight_device(config.parallelism, device)
     native_bfloat16 = layout.agree(lambda: multiplies_bfloat16(weights))
@@ -34,4 +39,20 @@ def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedCo
     config = replace(config, optimizer=optimizer)
     able = layout.agree(lambda: can_compile(device))
     config = resolve_compile(config, device, able, layout.group("tp").size, saved)
+    source = config.checkpoint.init_from
+    source = layout.on_first(lambda: resolve_source(source, saved))
+    config = replace(config, checkpoint=replace(config.checkpoint, init_from=source))
     return config, Abilities(native_bfloat16, able)
+
+
+def resolve_source(source: str | None, saved: dict[str, Any] | None) -> str | None:
+    """Return checkpoint.init_from, in which a model of the hub has its commit; fetch it.
+
+    A run that has a checkpoint, with the config `saved`, keeps its commit. Raises `UserError`.
+    """
+    if source is None or not is_of_hub(source):
+        return source
+    if saved is None:
+        return find_folder(source)[1]
+    before = str(saved["checkpoint"].get("init_from"))
+    return before if before.partition("@")[0] == source.partition("@")[0] else source
