@@ -103,8 +103,8 @@ def announce_compilation() -> None:
     """Say once why the first step takes so long; on one rank only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning(
-            "compiling the optimizer's kernels: the first step takes some seconds "
-            "longer; MARS(..., compile=False) does without"
+            "compiling the optimizer's kernels: the first step takes some seconds longer. "
+            "compile=False does without; in a config it is training.compile = false"
         )
 
 

@@ -39,7 +39,7 @@ def steps_by_kernels(plans: Plans) -> "KernelStep | None":
         logger.warning(
             "the optimizer's kernels cannot be compiled by Triton here, and steps take longer: "
             f"{type(error).__name__}: {line}; set TRITON_CACHE_DIR to a folder that can be "
-            "written, or MARS(..., compile=False)"
+            "written, or compile=False, in a config training.compile = false"
         )
         return None
     return found
