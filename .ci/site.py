@@ -49,6 +49,20 @@ PYTHON = """# torchmars
 ::: torchmars.core.errors.UserError
 """
 
+# How much a page counts in a search. Pages that name everything would come first for most words.
+BOOSTS = {
+    "architecture.md": 0.1,
+    "benchmarks.md": 0.3,
+    "changelog.md": 0.1,
+    "contributing.md": 0.1,
+    "data.md": 2,
+    "glossary.md": 0.3,
+    "log.md": 0.1,
+    "momentum.md": 0.5,
+    "scaling.md": 0.5,
+    "tour.md": 0.2,
+}
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not in docs/."""
@@ -65,7 +79,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to files that are no pages lead to the repository."""
+    """Let links to files that are no pages lead to the repository; say how much the page counts."""
+    if boost := BOOSTS.get(page.file.src_uri):
+        page.meta["search"] = {"boost": boost}
     above = "" if page.file.src_uri in ("index.md", "changelog.md") else r"\.\./"
     markdown = re.sub(rf"\]\({above}README\.md", "](index.md", markdown)
     markdown = re.sub(rf"\]\({above}CHANGELOG\.md", "](changelog.md", markdown)
