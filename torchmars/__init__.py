@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchmars.core.version import __version__ as __version__
     from torchmars.optim import MARS as MARS
     from torchmars.optim import param_groups as param_groups
+    from torchmars.optim import transfer_factors as transfer_factors
     from torchmars.records.run import Run as Run
     from torchmars.records.run import read_run as read_run
 
@@ -30,6 +31,7 @@ PLACES = {
     "param_groups": "torchmars.optim",
     "read_run": "torchmars.records.run",
     "run_training": "torchmars.api",
+    "transfer_factors": "torchmars.optim",
     "__version__": "torchmars.core.version",
 }
 __all__ = [*PLACES]

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchmars.optim.groups import param_groups
     from torchmars.optim.mars import MARS
+    from torchmars.optim.scaling import transfer_factors
     from torchmars.optim.schedules import between, lr_factor
 
-__all__ = ["MARS", "between", "lr_factor", "param_groups"]
+__all__ = ["MARS", "between", "lr_factor", "param_groups", "transfer_factors"]
 
 _FILES = {
     "MARS": "mars",
     "between": "schedules",
     "lr_factor": "schedules",
     "param_groups": "groups",
+    "transfer_factors": "scaling",
 }
 
 

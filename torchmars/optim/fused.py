@@ -118,7 +118,7 @@ _LAYERS: list[tuple[str, str, Rows]] = [
 _HALVES = re.compile("gate_up_proj|up_gate_proj")
 _THIRDS = re.compile("qkv")
 # Modules that wrap another one, whose names come between its own and its layer's.
-_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "module"}
+WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "module"}
 _GATES_OF = {"LSTM": 4, "GRU": 3}  # each is a matrix of torch's own layers
 # Names of weights that may be several matrices.
 _LOOKS_FUSED = re.compile(
@@ -171,7 +171,7 @@ def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Se
 
 def looks_fused(name: str) -> bool:
     """Return whether the name of a parameter says that it may be several matrices."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
     return any(_LOOKS_FUSED.fullmatch(part) for part in parts[-2:] if part != "weight")
 
 
@@ -202,7 +202,7 @@ def _place(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, str, nn.Mo
     if last != "weight":
         return path, last, modules[path]
     outer, _, layer = path.rpartition(".")
-    while layer in _WRAPPERS:
+    while layer in WRAPPERS:
         outer, _, layer = outer.rpartition(".")
     return path, layer, modules[outer]
 

@@ -18,6 +18,7 @@ from torchmars.optim.checks import check_group, check_rule, checked_params
 from torchmars.optim.fused import cut_of, looks_fused, softmax_router
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
+from torchmars.optim.scaling import Factors, TransferFactors
 from torchmars.optim.settings import CUT, Settings, shown
 
 
@@ -85,12 +86,13 @@ def param_groups(
     by_role: dict[str, dict[str, Any]] | None = None,
     by_pattern: Sequence[tuple[str, dict[str, Any]]] = (),
     split_fused: bool = True,
+    factors: TransferFactors | None = None,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Return groups for `MARS`, with named parameters, each in one group.
 
-    There is one group for each pattern and each role that `model` has, and for each way in which
-    a parameter of them is cut into matrices.
+    There is one group for each pattern and each role that `model` has, for each way in which a
+    parameter of them is cut into matrices, and for different `factors`.
 
     Args:
         model: the model whose parameters are grouped by their roles (see `roles`).
@@ -103,12 +105,13 @@ def param_groups(
         split_fused: take apart, for the matrix rules, what is known to be several matrices in one,
             such as fused QKV weights of transformers' models. Warns of a parameter that looks fused
             and is not known. False: all stay whole, as if written by hand.
+        factors: the result of `transfer_factors`, whose base all settings are then for.
         settings: replace the defaults of optimizer `name`.
 
     Raises `ValueError`, naming the argument, for a value out of range, for a setting without
     meaning and for a pattern that claims no parameter.
     """
-    _check_types(model, by_role, by_pattern)
+    _check_types(model, by_role, by_pattern, factors)
     given = by_role or {}
     table = _changed_roles(role_settings(name, **settings), given)
     groups: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -116,28 +119,37 @@ def param_groups(
     named, modules = dict(model.named_parameters()), dict(model.named_modules())
     whole: dict[str, Tensor] = {}
     for parameter_name, role in roles(model).items():
-        pattern, changes = next(
-            (each for each in by_pattern if fnmatchcase(parameter_name, each[0])), ("", {})
-        )
+        pattern, changes = _claim(parameter_name, by_pattern)
         claimed.add(pattern)
         where = pattern or role
         changed = _changed(table[role], changes, where)
-        parameter = named[parameter_name]
-        if isinstance(RULES[changed["rule"]], MatrixRule):
-            own = given.get(role, {}) | changes
-            found = cut_of(parameter_name, parameter, modules) if split_fused else {}
-            if role == "router" and softmax_router(parameter_name, modules):
-                found["zero_mean"] = True
-            changed |= {each: value for each, value in found.items() if each not in own}
+        parameter, own = named[parameter_name], given.get(role, {}) | changes
+        orthogonal = isinstance(RULES[changed["rule"]], MatrixRule)
+        may_cut = parameter.ndim > 1 and (split_fused or not orthogonal)
+        found = cut_of(parameter_name, parameter, modules) if may_cut else {}
+        cut = {each: value for each, value in found.items() if each not in own}
+        of = Factors() if factors is None else factors.of(parameter_name, role, changed, cut)
+        if orthogonal:
             if split_fused and not found and "split" not in own and looks_fused(parameter_name):
                 whole[parameter_name] = parameter
-        key = where, role, repr([changed.get(name) for name in (*CUT, "zero_mean")])
-        group = groups.setdefault(key, {"params": [], "role": where} | changed)
+            changed |= cut | _zero_mean(parameter_name, role, own, modules)
+        key = where, role, repr([*(changed.get(name) for name in (*CUT, "zero_mean")), str(of)])
+        group = groups.setdefault(key, {"params": [], "role": where} | of.of(changed))
         group["params"].append((parameter_name, parameter))
     _check_claimed(by_pattern, claimed)
-    if whole:
-        _warn_of_whole(whole)
+    _warn_of_whole(whole)
     return list(groups.values())
+
+
+def _claim(name: str, by_pattern: Sequence[tuple[str, Settings]]) -> tuple[str, Settings]:
+    """Return the pattern that claims a parameter, and its settings; without one "" and none."""
+    return next((each for each in by_pattern if fnmatchcase(name, each[0])), ("", {}))
+
+
+def _zero_mean(name: str, role: str, own: Settings, modules: Mapping[str, nn.Module]) -> Settings:
+    """Return the setting `zero_mean` of a softmax router whose `own` settings do not say it."""
+    found = role == "router" and "zero_mean" not in own and softmax_router(name, modules)
+    return {"zero_mean": True} if found else {}
 
 
 def _changed_roles(
@@ -150,8 +162,10 @@ def _changed_roles(
     return table | {role: _changed(table[role], each, role) for role, each in by_role.items()}
 
 
-def _check_types(model: Any, by_role: Any, by_pattern: Any) -> None:
+def _check_types(model: Any, by_role: Any, by_pattern: Any, factors: Any) -> None:
     """Raise `TypeError` for an argument of `param_groups` of another type."""
+    if not isinstance(factors, TransferFactors | None):
+        raise TypeError(f"factors must be of transfer_factors, got a {type(factors).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
     given = by_role or {}
@@ -182,7 +196,9 @@ def _check_claimed(by_pattern: Sequence[tuple[str, Any]], claimed: Collection[st
 
 
 def _warn_of_whole(whole: Mapping[str, Tensor]) -> None:
-    """Warn that parameters that may be several matrices are orthogonalised as one."""
+    """Warn that parameters that may be several matrices are orthogonalised as one, if any are."""
+    if not whole:
+        return
     name, first = next(iter(whole.items()))
     pattern, parts = re.sub(r"\d+", "*", name), 3 if first.shape[0] % 3 == 0 else 2
     warnings.warn(

@@ -60,6 +60,14 @@ class Rule(ABC):
         The message has `suffix` after the setting's name.
         """
 
+    @abstractmethod
+    def lr_factor(self, sides: tuple[int, int], base: tuple[int, int]) -> float:
+        """Return what the lr of a matrix with `sides` [out, in] is of the lr that suits `base`.
+
+        A step changes outputs alike at both if its largest singular value goes with the root of
+        out / in (Yang et al., arXiv 2310.17813).
+        """
+
     @property
     def defaults(self) -> dict[str, Any]:
         """The default of each setting, by name."""
@@ -68,6 +76,10 @@ class Rule(ABC):
 
 class ElementwiseRule(Rule):
     """A rule that updates each element of a tensor on its own."""
+
+    def lr_factor(self, sides: tuple[int, int], base: tuple[int, int]) -> float:
+        # All elements move by about lr: a matrix of few directions, of norm lr (out in)^(1/2).
+        return base[1] / sides[1]
 
     @abstractmethod
     def update(self, group: GroupTensors, step: StepFactors) -> None:
@@ -89,6 +101,11 @@ class MatrixRule(Rule):
                 f"renormalize{suffix} has no meaning for svd, whose matrices are orthogonal: "
                 "remove it"
             )
+
+    def lr_factor(self, sides: tuple[int, int], base: tuple[int, int]) -> float:
+        (rows, cols), (base_rows, base_cols) = sides, base
+        grows = (rows / base_rows) / (cols / base_cols)
+        return grows**0.5 * self.scale(*base) / self.scale(*sides)
 
     @abstractmethod
     def scale(self, rows: int, cols: int) -> float:

@@ -1,0 +1,245 @@
+"""Learning rates that hold at every width and depth: from the shapes of a model and of its base.
+
+One condition gives all: weights and their updates map inputs of size 1 to outputs of size 1, at
+every shape (Yang et al., arXiv 2310.17813). Three numbers of the forward pass, the multipliers, and
+for each tensor the scale of its initial values, its lr, decay and eps follow from it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from torchmars.optim.fused import WRAPPERS, cut_of
+from torchmars.optim.matrices.shapes import MatrixShape
+from torchmars.optim.roles import roles
+from torchmars.optim.rules import RULES
+from torchmars.optim.settings import CUT, Settings
+
+# The power of the number of blocks, over the base's, that divides what each block adds.
+DEPTHS = {"none": 0.0, "1/sqrt(L)": 0.5, "1/L": 1.0}
+DECAYS = ("kept", "coupled")
+NUMBER = re.compile(r"\d+")
+# Attributes of attention that have the width of its heads: here, and in transformers.
+HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size")
+
+
+class Factors(NamedTuple):
+    """What the settings of a parameter's group, which are those of the base, are multiplied by."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    eps: float = 1.0
+
+    def of(self, settings: Settings) -> Settings:
+        """Return a group's settings times the factors."""
+        return settings | {
+            name: settings[name] * factor
+            for name, factor in self._asdict().items()
+            if factor != 1 and name in settings
+        }
+
+    def __str__(self) -> str:
+        """Return the same text for factors that differ by rounding: they share a group."""
+        return " ".join(f"{each:.9g}" for each in self)
+
+
+class Twin(NamedTuple):
+    """A parameter and its counterpart in the base."""
+
+    shape: tuple[int, ...]
+    name: str
+    """The counterpart's."""
+    base: tuple[int, ...]
+    """The counterpart's shape."""
+    base_cut: Settings
+    """How the counterpart is cut into matrices: see `fused.cut_of`."""
+    in_block: bool
+    """Whether it belongs to a block."""
+
+    @property
+    def width(self) -> float:
+        """How many times as long as in the base the last dim is."""
+        return self.shape[-1] / self.base[-1] if self.shape else 1.0
+
+    def pieces(self, given: Settings, cut: Settings) -> list[tuple[tuple[int, int], ...]]:
+        """Return the sides [out, in] of each matrix in it, here and in the base.
+
+        Both are cut as `given`, and else each by its own: here that is `cut`.
+        """
+        theirs = {name: self.base_cut.get(name, value) for name, value in cut.items()}
+        ours, others = _sides(self.shape, given | cut), _sides(self.base, given | theirs)
+        return list(zip(ours, others, strict=True))
+
+
+@dataclass(frozen=True)
+class TransferFactors:
+    """How a model differs from its base: see `transfer_factors`."""
+
+    multipliers: dict[str, float]
+    """What the model multiplies in its forward pass: "logits", "residual" (all that an attention,
+    an MLP or a mixture adds to the residual stream), and "attention" (its logits, beside one over
+    the root of a head's width)."""
+    std: dict[str, float]
+    """The factor of the standard deviation of each parameter's initial values, by name."""
+    twins: dict[str, Twin]
+    """The parameters, by name."""
+    layers: float
+    """How many times as many blocks as in the base there are."""
+    depth: float
+    """One of the values of `DEPTHS`."""
+    decay: str
+    embedding: float
+
+    def of(self, name: str, role: str, settings: Settings, cut: Settings) -> Factors:
+        """Return the factors of a parameter of `role` in a group with `settings`.
+
+        `cut` says of it what the settings do not: see `fused.cut_of`. Raises `ValueError`.
+        """
+        if plain(name) not in self.twins:
+            raise ValueError(f"factors has no parameter {name!r}: make them of this model")
+        twin, rule = self.twins[plain(name)], RULES[settings["rule"]]
+        lr, eps = 1.0, 1 / twin.width
+        if role == "embedding":
+            lr = twin.width**-self.embedding
+        elif role in ("matrix", "router", "convolution"):
+            pieces = twin.pieces({key: settings[key] for key in CUT if key in settings}, cut)
+            lr = min(rule.lr_factor(*each) for each in pieces)
+            (_, inputs), (_, of_base) = pieces[0]
+            eps = of_base / inputs
+        if self.depth and twin.in_block:
+            lr *= self.layers ** (self.depth - 1)
+            eps *= self.layers**-self.depth
+        has_eps = "exp_avg_sq" in rule.buffers(None, False)
+        return Factors(lr, 1 / lr if self.decay == "kept" else 1.0, eps if has_eps else 1.0)
+
+
+def transfer_factors(
+    model: nn.Module,
+    base: nn.Module,
+    *,
+    depth: str = "none",
+    decay: str = "kept",
+    embedding: float = 0.0,
+    applied: Sequence[str] | None = None,
+) -> TransferFactors:
+    """Return what lets `model` take the learning rates that were tuned on `base`.
+
+    `param_groups(model, ..., factors=...)` takes it. The model must apply the `multipliers` too,
+    and begin with values whose standard deviation is the base's times `std`. Both models may be on
+    the meta device. All factors are 1 where both have the same shape.
+
+    Args:
+        model: the model to train.
+        base: a smaller model of the same kind, whose parameters have the same names but for
+            numbers.
+        depth: "none", "1/L" or "1/sqrt(L)": the multiplier "residual", where L is how many times
+            as many blocks as the base has.
+        decay: "kept" raises weight decay where lr falls, so that their product stays; "coupled"
+            leaves it.
+        embedding: the lr of embeddings falls by the width's ratio to this power.
+        applied: the multipliers that the model applies, by name. None: those that its attribute
+            `multipliers` names.
+
+    Raises `ValueError` for a model that does not apply a multiplier that is not 1, and for a
+    parameter that the base has not, or with another number of dims.
+    """
+    if depth not in DEPTHS:
+        raise ValueError(f"depth must be one of {', '.join(DEPTHS)}, got {depth!r}")
+    if decay not in DECAYS:
+        raise ValueError(f"decay must be one of {', '.join(DECAYS)}, got {decay!r}")
+    if not 0 <= embedding <= 1:
+        raise ValueError(f"embedding must be from 0 to 1, got {embedding!r}")
+    ours, theirs = _Parameters(model), _Parameters(base)
+    blocks, count = _blocks(model)
+    layers = count / _blocks(base)[1]
+    twins = {name: _twin(name, ours, theirs, name.startswith(blocks)) for name in ours.roles}
+    std = {}
+    for name, role in ours.roles.items():
+        if role in ("matrix", "router", "convolution"):
+            (_, inputs), (_, of_base) = twins[name].pieces({}, ours.cut(name))[0]
+            std[name] = (of_base / inputs) ** 0.5
+    last = [name for name, role in ours.roles.items() if role == "head"]
+    last += [name for name, role in ours.roles.items() if role == "embedding"]  # a tied head
+    multipliers = {
+        "logits": 1 / twins[last[0]].width if last else 1.0,
+        "residual": layers ** -DEPTHS[depth],
+        "attention": (_head_width(model) / _head_width(base)) ** -0.5,
+    }
+    known = getattr(model, "multipliers", ()) if applied is None else applied
+    for name, value in multipliers.items():
+        if value != 1 and name not in known:
+            raise ValueError(
+                f"{type(model).__name__} does not say that it applies the multiplier {name!r}, "
+                f"here {value:g}: let it, and name it in its attribute multipliers"
+            )
+    return TransferFactors(multipliers, std, twins, layers, DEPTHS[depth], decay, embedding)
+
+
+def plain(name: str) -> str:
+    """Return the name of a parameter without those of modules that wrap others."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+class _Parameters:
+    """The trained parameters of a model, by their plain names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {plain(name): name for name, _ in model.named_parameters()}
+        self._tensors, self._modules = dict(model.named_parameters()), dict(model.named_modules())
+        self.roles = {plain(name): role for name, role in roles(model).items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[self._names[name]].shape)
+
+    def cut(self, name: str) -> Settings:
+        """Return how a parameter is cut into matrices."""
+        whole = self._names[name]
+        if self._tensors[whole].ndim < 2:
+            return {}
+        flat = {"flatten": True} if self.roles[name] == "convolution" else {}
+        return flat | cut_of(whole, self._tensors[whole], self._modules)
+
+
+def _twin(name: str, ours: _Parameters, theirs: _Parameters, in_block: bool) -> Twin:
+    """Return a parameter with its counterpart in the base. Raises `ValueError`."""
+    pattern = NUMBER.sub("*", name)
+    alike = (each for each in theirs.roles if NUMBER.sub("*", each) == pattern)
+    other = name if name in theirs.roles else next(alike, None)
+    if other is None:
+        raise ValueError(f"the base has no {name}: it must be a model of the same kind")
+    shape, base = ours.shape(name), theirs.shape(other)
+    if len(shape) != len(base):
+        raise ValueError(f"{name} has {len(shape)} dims, but {len(base)} in the base")
+    return Twin(shape, other, base, theirs.cut(other), in_block)
+
+
+def _sides(shape: tuple[int, ...], cut: Settings) -> list[tuple[int, int]]:
+    """Return the sides [out, in] of each matrix in a parameter."""
+    matrix = MatrixShape(shape, **cut)
+    rows, inputs = matrix.sides
+    turns = rows // sum(matrix.parts)
+    return [(turns * part, inputs) for part in matrix.parts]
+
+
+def _blocks(model: nn.Module) -> tuple[str, int]:
+    """Return what the names of all blocks' parameters begin with, and how many blocks there are.
+
+    Blocks are the numbered members of a module, of several such the outermost.
+    """
+    found = [
+        (path.count("."), f"{plain(path)}.", len(names))
+        for path, module in model.named_modules()
+        if (names := [name for name, _ in module.named_children()])
+        if all(name.isdecimal() for name in names)
+    ]
+    _, prefix, count = min(found, default=(0, "\n", 1), key=lambda each: each[0])
+    return prefix, count
+
+
+def _head_width(model: nn.Module) -> int:
+    """Return the width of an attention's head, 1 where no module says it."""
+    values = (getattr(each, name, None) for each in model.modules() for name in HEAD_WIDTHS)
+    return next((value for value in values if isinstance(value, int)), 1)
