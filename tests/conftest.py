@@ -4,7 +4,9 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -92,3 +94,14 @@ def call(monkeypatch, capsys):
         return code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def own_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The plugin of tests/support/own_family.py, loaded in this process; not there afterwards."""
+    from torchmars.config.model import MODELS
+
+    monkeypatch.syspath_prepend(Path(__file__).parent / "support")
+    monkeypatch.setitem(MODELS, "plain", "own_family.Plain")
+    yield importlib.import_module("own_family")
+    del sys.modules["own_family"]

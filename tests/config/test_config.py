@@ -363,7 +363,12 @@ def test_nothing_is_converted_silently(tmp_path, toml, message):
 
 
 def test_what_makes_a_run_the_same_run_is_marked():
-    assert {*identity_fields()} == {
+    shape = {
+        *("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "n_inner", "n_expert"),
+        *("n_dense", "n_expert_used", "n_expert_inner", "n_expert_shared"),
+    }
+    transfer = {f"transfer.{name}" for name in ("size", "depth", "decay", "embedding", *shape)}
+    assert {*identity_fields()} == transfer | {
         "run.seed",
         "model.name",
         "model.size",

@@ -10,7 +10,7 @@ from torchmars.config.model import MODELS
 from torchmars.config.model_args import ModelArgs
 from torchmars.core.bounds import Range
 from torchmars.models.attention import CausalAttention
-from torchmars.models.model import Head, Model, Table
+from torchmars.models.model import Head, Model, Table, added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,7 @@ class PlainArgs(ModelArgs):
     """What such a model is made from."""
 
     sizes = {"tiny": {"n_layer": 2, "n_head": 4, "width": 32}}
+    grows = ("width", "n_head")
 
     n_layer: Annotated[int, Range(1, 100)]
     """Number of blocks."""
@@ -36,7 +37,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.proj = (
             nn.Linear(args.width, args.width, bias=False) for _ in range(4)
         )
-        self.attend = CausalAttention()
+        self.attend = CausalAttention(args.multipliers.attention_scale(self.head_width))
 
     def forward(self, x, sight):
         q, k, v = (
@@ -61,10 +62,11 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm, self.mlp_norm = nn.RMSNorm(args.width), nn.RMSNorm(args.width)
         self.attn, self.mlp = Attention(args), MLP(args)
+        self.residual = args.multipliers.residual
 
     def forward(self, x, sight):
-        x = x + self.attn(self.attn_norm(x), sight)
-        return x + self.mlp(self.mlp_norm(x))
+        x = added(x, self.attn(self.attn_norm(x), sight), self.residual)
+        return added(x, self.mlp(self.mlp_norm(x)), self.residual)
 
 
 class Plain(Model):
@@ -72,6 +74,7 @@ class Plain(Model):
 
     settings = PlainArgs
     inputs = ("tok_embed",)
+    multipliers = ("logits", "residual", "attention")
     cuts = {"tok_embed": "tokens", "output": "rows", "mlp.up": "rows"}
     cuts |= {"attn.q": "rows", "attn.k": "rows", "attn.v": "rows"}
     cuts |= {"attn.proj": "columns", "mlp.proj": "columns"}

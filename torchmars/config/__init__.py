@@ -20,6 +20,7 @@ from torchmars.config.profiler import ProfilerConfig
 from torchmars.config.run import RunConfig
 from torchmars.config.schedule import ScheduleConfig
 from torchmars.config.training import TrainingConfig
+from torchmars.config.transfer import TransferConfig
 from torchmars.config.validation import ValidationConfig
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "TrainingConfig",
+    "TransferConfig",
     "ValidationConfig",
     "identity_fields",
     "reported_sections",

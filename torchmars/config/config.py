@@ -21,6 +21,7 @@ from torchmars.config.profiler import ProfilerConfig
 from torchmars.config.run import RunConfig
 from torchmars.config.schedule import ScheduleConfig
 from torchmars.config.training import TrainingConfig
+from torchmars.config.transfer import TransferConfig, transfer_section
 from torchmars.config.validation import ValidationConfig
 from torchmars.core.places import place
 from torchmars.optim.rules import variance_reduced
@@ -35,6 +36,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: Annotated[ModelConfig, Mark.REPORTED] = field(default_factory=ModelConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: Annotated[TrainingConfig, Mark.REPORTED] = field(default_factory=TrainingConfig)
     optimizer: Annotated[OptimizerConfig, Mark.REPORTED] = field(default_factory=OptimizerConfig)
@@ -57,6 +59,7 @@ class Config:
         """
         data = self.data.resolve()
         for section in (
+            self.transfer,
             self.training,
             self.schedule,
             self.parallelism,
@@ -107,22 +110,24 @@ def kind_of(model: str) -> type[Config]:
 
     Raises `UserError` for a plugin whose model declares nothing that can be used.
     """
-    sections: list[Any] = [model_section(model), with_plugins(OptimizerConfig)]
+    sections: list[Any] = [model_section(model), transfer_section(model)]
+    sections.append(with_plugins(OptimizerConfig))
     return config_with(*sections)
 
 
 @cache
-def config_with(model: type[Any], optimizer: type[Any]) -> type[Config]:
+def config_with(model: type[Any], transfer: type[Any], optimizer: type[Any]) -> type[Config]:
     """Return the config that has these sections."""
-    if (model, optimizer) == (ModelConfig, OptimizerConfig):
+    if (model, transfer, optimizer) == (ModelConfig, TransferConfig, OptimizerConfig):
         return Config
-    sections = {"model": model, "optimizer": optimizer}.items()
+    sections: list[tuple[str, Any, type[Any]]] = [
+        ("model", Annotated[model, Mark.REPORTED], model),
+        ("transfer", transfer, transfer),
+        ("optimizer", Annotated[optimizer, Mark.REPORTED], optimizer),
+    ]
     return make_dataclass(
         "Config",
-        [
-            (name, Annotated[kind, Mark.REPORTED], field(default_factory=kind))
-            for name, kind in sections
-        ],
+        [(name, hint, field(default_factory=kind)) for name, hint, kind in sections],
         bases=(Config,),
         frozen=True,
         namespace={"__module__": Config.__module__, "__doc__": Config.__doc__},

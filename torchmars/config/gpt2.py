@@ -20,6 +20,7 @@ class GPT2Args(ModelArgs):
         "large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
         "xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
     }
+    grows: ClassVar[tuple[str, ...]] = ("n_embd", "n_head")
 
     n_layer: Annotated[int, Range(1, 1_000)]
     """Number of blocks."""

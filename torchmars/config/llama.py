@@ -76,6 +76,13 @@ class LlamaArgs(ModelArgs):
     """What a model of the Llama family is made from."""
 
     sizes: ClassVar[Sizes] = SIZES
+    grows: ClassVar[tuple[str, ...]] = (
+        "n_embd",
+        "n_head",
+        "n_kv_head",
+        "n_inner",
+        "n_expert_inner",
+    )
 
     n_layer: Annotated[int, Range(1, 1_000)]
     """Number of blocks."""

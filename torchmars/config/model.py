@@ -21,6 +21,7 @@ A = TypeVar("A", bound=ModelArgs)
 MODELS = {"gpt2": "torchmars.models.gpt2.GPT2", "llama": "torchmars.models.llama.Llama"}
 # What these classes have as `settings`.
 OWN: dict[str, type[ModelArgs]] = {"gpt2": GPT2Args, "llama": LlamaArgs}
+INSTEAD = ", instead of the named size's"
 VOCABULARY_MULTIPLE = 64  # rows of the token table: matrix units like whole tiles
 
 
@@ -33,7 +34,7 @@ def fields_of_families(families: Mapping[str, type[ModelArgs]]) -> dict[str, tup
         for setting, (hint, default) in settings[name].items():
             text = texts[setting]
             if default is None:
-                text = re.sub(r"\.(?= |$)", ", instead of the named size's.", text, count=1)
+                text = re.sub(r"\.(?= |$)", f"{INSTEAD}.", text, count=1)
             having = [each for each in families if setting in settings[each]]
             if len(having) < len(families):
                 text = f"{', '.join(having)}: {text[:1].lower()}{text[1:]}"
@@ -84,15 +85,23 @@ class ModelConfig:
         return kind(**{"vocab_size": padded, "seq_len": seq_len} | dict(size) | changed)
 
 
-def model_section(name: str) -> type[ModelConfig]:
-    """Return the section [model] of the model called `name`, with a plugin's own settings.
+def plugins_family(name: str) -> type[ModelArgs] | None:
+    """Return the settings of the model called `name`, if a plugin has it.
 
     Raises `UserError` for a plugin whose model has none.
     """
     if name in OWN or name not in MODELS:
-        return ModelConfig
-    family: Any = family_settings(model_class(name), MODELS[name])
-    return section_with(family)
+        return None
+    return family_settings(model_class(name), MODELS[name])
+
+
+def model_section(name: str) -> type[ModelConfig]:
+    """Return the section [model] of the model called `name`, with a plugin's own settings.
+
+    Errors: as `plugins_family`.
+    """
+    family: Any = plugins_family(name)
+    return ModelConfig if family is None else section_with(family)
 
 
 @cache

@@ -2,11 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 from torchmars.config.fields import Mark, Was
 
 Sizes = Mapping[str, Mapping[str, Any]]
+
+
+class Multipliers(NamedTuple):
+    """What a model that takes the learning rates of another shape multiplies: [transfer]."""
+
+    logits: float = 1.0
+    """Hidden states before the head."""
+    residual: float = 1.0
+    """What an attention, an MLP or a mixture of a block adds to the residual stream."""
+    attention: float = 1.0
+    """Attention logits, beside one over the root of a head's width."""
+
+    def attention_scale(self, head_width: int) -> float | None:
+        """Return the `scale` of `CausalAttention`."""
+        return None if self.attention == 1 else self.attention * head_width**-0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +34,15 @@ class ModelArgs:
 
     sizes: ClassVar[Sizes]
     """The named sizes: of each the values of some settings."""
+    grows: ClassVar[tuple[str, ...]] = ()
+    """The settings that grow with the width, in proportion, where heads keep theirs."""
 
     vocab_size: int
     """Rows of the token table."""
     seq_len: int
     """Tokens that the model takes at most."""
+    multipliers: Multipliers = Multipliers()
+    """All 1 unless the config has a [transfer]."""
 
     def check(self) -> None:
         """Raise `UserError` for a shape that cannot be built."""

@@ -34,7 +34,7 @@ from torchmars.exchange.folder import (
 )
 from torchmars.exchange.folder_tokenizer import FolderTokenizer
 from torchmars.exchange.weight_files import load_weights, shape_problem
-from torchmars.models import Model, build_meta_model
+from torchmars.models import Model, build_run_model
 from torchmars.models.documents import document_starts
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
@@ -85,7 +85,7 @@ def open_model(folder: PurePath, step: int | None = None, average: bool = False)
     config = config_from_tables(manifest.config, f"in {folder}/{MANIFEST}")
     index = read_index(folder, manifest)
     saved = shapes_in(index)
-    model = build_meta_model(config.model, manifest.vocab_size, config.training.seq_len).eval()
+    model = build_run_model(config, manifest.vocab_size).eval()
     if wrong := shape_problem(saved, model_state(model.state_dict())):
         raise DamagedCheckpoint(
             f"{folder} does not have the model that its {MANIFEST} describes: it {wrong}"

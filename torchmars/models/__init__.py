@@ -4,14 +4,15 @@ import contextlib
 
 import torch
 
-from torchmars.config import ModelConfig
+from torchmars.config import Config, ModelConfig, TransferConfig
 from torchmars.config.fields import require
 from torchmars.config.model import MODELS, family_settings, model_class
 from torchmars.core.errors import UserError
 from torchmars.core.typed import nearest
+from torchmars.models.base import multiplied
 from torchmars.models.model import Model
 
-__all__ = ["Model", "build_meta_model", "build_model", "family", "title"]
+__all__ = ["Model", "build_meta_model", "build_model", "family", "build_run_model", "title"]
 
 
 def family(name: str) -> type[Model]:
@@ -27,10 +28,13 @@ def family(name: str) -> type[Model]:
     return found
 
 
-def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
+def build_model(
+    config: ModelConfig, vocab_size: int, seq_len: int, transfer: TransferConfig | None = None
+) -> Model:
     """Make the model of a config on the current default device, its weights not yet initialised.
 
-    `vocab_size` is the tokenizer's. Raises `UserError` for a shape that cannot be built.
+    `vocab_size` is the tokenizer's. Raises `UserError` for a shape that cannot be built, and for a
+    `transfer` that the model cannot have.
     """
     kind = family(config.name)
     if config.size not in kind.settings.sizes:
@@ -40,7 +44,7 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
     model = kind(args)
     missing = [field for field in Model.__annotations__ if not hasattr(model, field)]
     require(not missing, f"model.name: {MODELS[config.name]} must have {', '.join(missing)}")
-    return model
+    return model if transfer is None else multiplied(model, transfer)
 
 
 def title(config: ModelConfig) -> str:
@@ -70,10 +74,17 @@ def unknown_size(config: ModelConfig) -> UserError:
     )
 
 
-def build_meta_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
-    """Make the model of a config without memory: its shapes and names.
-
-    Raises `UserError` for a shape that cannot be built.
-    """
+def build_meta_model(
+    config: ModelConfig, vocab_size: int, seq_len: int, transfer: TransferConfig | None = None
+) -> Model:
+    """Make the model of a config without memory: its shapes and names. As `build_model`."""
     with torch.device("meta"):
-        return build_model(config, vocab_size, seq_len)
+        return build_model(config, vocab_size, seq_len, transfer)
+
+
+def build_run_model(config: Config, vocab_size: int) -> Model:
+    """Make the model of a run without memory, as its [model] and [transfer] say.
+
+    All that trains or uses a run's model makes it here. Raises `UserError`.
+    """
+    return build_meta_model(config.model, vocab_size, config.training.seq_len, config.transfer)

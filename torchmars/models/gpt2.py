@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchmars.config.gpt2 import GPT2Args
+from torchmars.config.model_args import Multipliers
 from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention, Sight
-from torchmars.models.model import Model, Table, TensorParallelCut
+from torchmars.models.model import Model, Table, TensorParallelCut, added
 
 
 class Attention(nn.Module):
@@ -28,7 +29,7 @@ class Attention(nn.Module):
         self.head_width, self.dropout = args.n_embd // args.n_head, args.dropout
         self.qkv = nn.Linear(args.n_embd, 3 * args.n_embd, bias=args.bias)
         self.proj = nn.Linear(args.n_embd, args.n_embd, bias=args.bias)
-        self.attend = CausalAttention()
+        self.attend = CausalAttention(args.multipliers.attention_scale(self.head_width))
 
     def forward(self, x: Tensor, logit_divisor: Tensor | None, sight: Sight | None) -> Tensor:
         q, k, v = (
@@ -61,20 +62,22 @@ class Block(nn.Module):
 
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
+        self.residual = args.multipliers.residual
         self.attn_norm = nn.LayerNorm(args.n_embd, bias=args.bias)
         self.attn = Attention(args)
         self.mlp_norm = nn.LayerNorm(args.n_embd, bias=args.bias)
         self.mlp = MLP(args)
 
     def forward(self, x: Tensor, logit_divisor: Tensor | None, sight: Sight | None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), logit_divisor, sight)
-        return x + self.mlp(self.mlp_norm(x))
+        x = added(x, self.attn(self.attn_norm(x), logit_divisor, sight), self.residual)
+        return added(x, self.mlp(self.mlp_norm(x)), self.residual)
 
 
 class GPT2(Model):
     """GPT-2. The token table is also the head."""
 
     settings = GPT2Args
+    multipliers: ClassVar[tuple[str, ...]] = Multipliers._fields
     inputs: ClassVar[tuple[str, ...]] = ("tok_embed", "pos_embed")
     cuts: ClassVar[dict[str, TensorParallelCut]] = {
         "tok_embed": "tokens",

@@ -26,11 +26,16 @@ TILE_ROWS, TILE_COLUMNS = 8, 1024
 
 
 @torch.no_grad()
-def init_weights(model: Model, seed: int, weights: Mapping[str, Tensor] | None = None) -> None:
+def init_weights(
+    model: Model,
+    seed: int,
+    weights: Mapping[str, Tensor] | None = None,
+    factors: Mapping[str, float] | None = None,
+) -> None:
     """Fill the parameters in place, from N(0, `model.init_std(name)`^2) or with ones for None.
 
     Buffers, such as the biases of routers, begin as 0. `weights`, by name, are filled in the place
-    of the parameters.
+    of the parameters. `factors`, by name, are those of standard deviations, where they are not 1.
 
     Each rank draws its own part on the CPU, in float32. It needs memory for one row of tiles.
     """
@@ -41,7 +46,7 @@ def init_weights(model: Model, seed: int, weights: Mapping[str, Tensor] | None =
         if std is None:
             parameter.fill_(1.0)
         elif local_part(parameter).numel():
-            _draw(parameter, std, f"{seed}/{name}")
+            _draw(parameter, std * (factors or {}).get(name, 1.0), f"{seed}/{name}")
 
 
 def _draw(parameter: Tensor, std: float, key: str) -> None:

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchmars.config.llama import LlamaArgs
+from torchmars.config.model_args import Multipliers
 from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention, Sight
-from torchmars.models.model import Head, Model, Table, TensorParallelCut
+from torchmars.models.model import Head, Model, Table, TensorParallelCut, added
 from torchmars.models.moe import MoE
 
 # Llama 3.1's scaling stretches wavelengths of more than ORIGINAL_CONTEXT / LOW tokens, leaves those
@@ -43,7 +44,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(args.head_width, args.norm_eps) if args.qk_norm else None
         self.k_norm = nn.RMSNorm(args.head_width, args.norm_eps) if args.qk_norm else None
         self.proj = nn.Linear(q_width, args.n_embd, bias=False)
-        self.attend = CausalAttention()
+        self.attend = CausalAttention(args.multipliers.attention_scale(self.head_width))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sight: Sight | None) -> Tensor:
         # By the width of a head: a rank may have some of the heads only.
@@ -95,20 +96,22 @@ class Block(nn.Module):
 
     def __init__(self, args: LlamaArgs, number: int) -> None:
         super().__init__()
+        self.residual = args.multipliers.residual
         self.attn_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         self.attn = Attention(args)
         self.mlp_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         self.mlp = make_mlp(args, number)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sight: Sight | None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), cos, sin, sight)
-        return x + self.mlp(self.mlp_norm(x))
+        x = added(x, self.attn(self.attn_norm(x), cos, sin, sight), self.residual)
+        return added(x, self.mlp(self.mlp_norm(x)), self.residual)
 
 
 class Llama(Model):
     """A model of the Llama family."""
 
     settings = LlamaArgs
+    multipliers: ClassVar[tuple[str, ...]] = Multipliers._fields
     inputs: ClassVar[tuple[str, ...]] = ("tok_embed",)
     cuts: ClassVar[dict[str, TensorParallelCut]] = {
         "tok_embed": "tokens",

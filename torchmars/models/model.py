@@ -34,6 +34,11 @@ class Head(nn.Linear):
         return function(hidden, self.weight)
 
 
+def added(x: Tensor, branch: Tensor, factor: float) -> Tensor:
+    """Return the residual stream `x` with the output of a `branch` times `factor`."""
+    return x + branch if factor == 1 else x + branch * factor
+
+
 class Table(nn.Embedding):
     """A table of vectors that has no values on the meta device.
 
@@ -59,6 +64,10 @@ class Model(nn.Module, ABC):
     """The modules that only `embed` uses."""
     cuts: ClassVar[dict[str, TensorParallelCut]]
     """How tensor parallelism cuts each layer, by the end of its name. Norms stay whole."""
+    multipliers: ClassVar[tuple[str, ...]] = ("logits",)
+    """Which of `args.multipliers` it applies. `head` applies "logits". Blocks apply "residual" to
+    what they add (`added`), and "attention" by the `scale` of their `CausalAttention`. A class that
+    derives from another says it again."""
 
     tok_embed: nn.Embedding
     """The token table [vocab_rows, width]."""
@@ -132,6 +141,8 @@ class Model(nn.Module, ABC):
 
         Or return another `function` of these and of the head's weight [vocab_rows, width].
         """
+        if (factor := self.args.multipliers.logits) != 1:
+            hidden = hidden * factor
         if self.output is None:
             return function(hidden, self.tok_embed.weight)
         result: Tensor = self.output(hidden, function=function)

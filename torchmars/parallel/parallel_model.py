@@ -1,6 +1,6 @@
 """A model on its layout: the parts that this rank has, and how the ranks run them together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -118,10 +118,13 @@ class ParallelModel:
     def _table(self, stage: int) -> Tensor | None:
         return self.parts[stage].model.tok_embed.weight if stage in self.parts else None
 
-    def init_weights(self, seed: int) -> None:
-        """Fill the weights with their initial values, which do not depend on the layout."""
+    def init_weights(self, seed: int, factors: Mapping[str, float] | None = None) -> None:
+        """Fill the weights with their initial values, which do not depend on the layout.
+
+        `factors`: see `models.initialize.init_weights`.
+        """
         for part in self.parts.values():
-            init_weights(part.model, seed, self.weights if self.alone else None)
+            init_weights(part.model, seed, self.weights if self.alone else None, factors)
         self.follow_weights()
 
     def follow_weights(self) -> None:

@@ -19,7 +19,7 @@ from torchmars.config.toml_files import Tables
 from torchmars.core.errors import UserError
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.metrics.gpus import GIB
-from torchmars.models import Model, build_meta_model
+from torchmars.models import Model, build_run_model
 from torchmars.parallel.checks import check_layout, check_memory
 from torchmars.planning.assumptions import RESERVED, SPEEDS
 from torchmars.planning.plan import plan_rank
@@ -61,9 +61,7 @@ def find_layouts(
     """
     if not per_node:
         raise UserError("--find is for GPUs: set --gpus-per-node, the GPUs of each machine")
-    model = build_meta_model(
-        config.model, load_tokenizer(config.data.tokenizer).vocab_size, config.training.seq_len
-    )
+    model = build_run_model(config, load_tokenizer(config.data.tokenizer).vocab_size)
     state = state_bytes(build_optimizer(config, model)) / model.parameter_count
     state += 4 if config.training.ema_decay else 0
     rule = RuleOfThumb(model, state, world_size, per_node)

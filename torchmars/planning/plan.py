@@ -12,7 +12,7 @@ from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.shares import shares_from_start
-from torchmars.models import Model, build_meta_model
+from torchmars.models import Model, build_run_model
 from torchmars.optim import MARS
 from torchmars.optim.matrices.precision import multiplies_bfloat16
 from torchmars.optim.matrices.traffic import OwnerLoads
@@ -47,7 +47,7 @@ def plan_rank(config: ResolvedConfig, world_size: int, per_node: int, rank: int 
     config = resolve_dtypes(config, device, native_bfloat16)
     data = prepared_data(config)
     vocab_size = data.vocab_size if data else load_tokenizer(config.data.tokenizer).vocab_size
-    whole = build_meta_model(config.model, vocab_size, config.training.seq_len)
+    whole = build_run_model(config, vocab_size)
     check_layout(config, config.parallelism.degrees(world_size), whole)
     optimizer = build_optimizer(config, whole)
     ranks = simulate_ranks(config, layout, whole)

@@ -179,7 +179,9 @@ class FewBlocks:
                 parallelism = replace(parallelism, pp_blocks=(blocks,) * stages)
             shape: dict[str, Any] = {"n_layer": blocks * stages}
             smaller = replace(self.config.model, **shape)
-            whole = build_meta_model(smaller, self.whole.vocab_rows, self.whole.seq_len)
+            whole = build_meta_model(
+                smaller, self.whole.vocab_rows, self.whole.seq_len, self.config.transfer
+            )
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             small = fake_model(self.config, parallelism, whole, model.layout, fake)
             self.known[ends, blocks] = make_passes(small, self.config.training, rounds, fake)

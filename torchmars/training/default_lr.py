@@ -3,7 +3,7 @@
 from torchmars.config import ResolvedConfig
 from torchmars.config.presets import Preset, read_presets
 from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.models import build_meta_model
+from torchmars.models import build_run_model
 
 PUBLISHED = 124e6  # parameters of GPT-2 small: the defaults are the rates published for it
 NEAR = 2  # a model of about that size has at most this many times more or fewer
@@ -15,7 +15,7 @@ def default_lr_warnings(config: ResolvedConfig) -> list[str]:
     It names the preset of the model's size and rule, where there is one.
     """
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
-    model = build_meta_model(config.model, vocab_size, config.training.seq_len)
+    model = build_run_model(config, vocab_size)
     parameters = model.parameter_count
     if PUBLISHED / NEAR <= parameters <= PUBLISHED * NEAR:
         return []

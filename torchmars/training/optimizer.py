@@ -8,6 +8,7 @@ from torch import Tensor
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.models import Model
+from torchmars.models.base import factors_of
 from torchmars.optim import MARS, param_groups
 from torchmars.parallel.layout import Layout
 
@@ -29,7 +30,7 @@ def build_optimizer(
         settings = section.settings() | {"split_fused": False}
         if not section.zero_mean_routers:  # None: of a run that is older than the setting
             settings["by_role"].setdefault("router", {})["zero_mean"] = False
-        groups = param_groups(model, **settings)
+        groups = param_groups(model, factors=factors_of(model, config.transfer), **settings)
         if weights is not None:
             for group in groups:
                 names = [name for name, _ in group["params"] if name in weights]

@@ -19,7 +19,7 @@ from torchmars.data.tokenizer_file import FileTokenizer
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.tasks import Question
 from torchmars.metrics.trackers import check_trackers
-from torchmars.models import build_meta_model
+from torchmars.models import build_run_model
 from torchmars.parallel.checks import check_layout, untrained
 from torchmars.parallel.float8 import check_package
 from torchmars.storage import storage_of
@@ -32,7 +32,7 @@ def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
     """
     process.check_devices(ranks // nodes)
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
-    model = build_meta_model(config.model, vocab_size, config.training.seq_len)
+    model = build_run_model(config, vocab_size)
     check_layout(config, config.parallelism.degrees(ranks), model)
     for text in untrained(config, model):
         say("\n".join(labelled("warning", text)))
@@ -85,9 +85,9 @@ def prepare_data(config: ResolvedConfig, level: Level | None = None) -> Mixture:
     """
     training = config.training
     if prepared_data(config) is None:
-        build_meta_model(config.model, 1, training.seq_len)  # mistakes, before minutes of work
+        build_run_model(config, 1)  # mistakes, before minutes of work
     data = mixture_of(config.data, [prepare_shards(corpus) for corpus in config.data.corpora()])
-    model = build_meta_model(config.model, data.vocab_size, training.seq_len)
+    model = build_run_model(config, data.vocab_size)
     data.check(model.vocab_rows, training.seq_len, training.global_batch_size)
     data.pack(training.seq_len, load_tokenizer(config.data.tokenizer), level or config.data.verify)
     return data

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from torchmars.config import ResolvedConfig
-from torchmars.models import build_meta_model
+from torchmars.models import build_run_model
+from torchmars.models.base import factors_of
 from torchmars.models.documents import document_starts
 from torchmars.optim import MARS
 from torchmars.parallel.checks import check_layout
@@ -28,7 +29,7 @@ class Trained:
 def build_trained(config: ResolvedConfig, layout: Layout, data: RunData) -> Trained:
     """Lay out the model over the ranks, with its initial weights, and make its optimizer."""
     training = config.training
-    whole = build_meta_model(config.model, data.mixture.vocab_size, training.seq_len)
+    whole = build_run_model(config, data.mixture.vocab_size)
     # The launcher has asked already. Plain torchrun starts ranks without it.
     check_layout(config, config.parallelism.degrees(layout.world.size), whole)
     find_starts = partial(document_starts, end_of_text=data.tokenizer.end_of_text)
@@ -42,7 +43,8 @@ def build_trained(config: ResolvedConfig, layout: Layout, data: RunData) -> Trai
         find_starts=find_starts if config.data.separate_documents else None,
         exact=config.optimizer.mode == "exact",
     )
-    model.init_weights(config.run.seed)
+    factors = factors_of(whole, config.transfer)
+    model.init_weights(config.run.seed, None if factors is None else factors.std)
     average = MovingAverage(model.weights, training.ema_decay) if training.ema_decay else None
     optimizer = build_optimizer(config, whole, model.weights, layout)
     return Trained(model, average, optimizer)

@@ -1,0 +1,173 @@
+"""The sizes of what a model computes after a few steps, at several widths: do rates transfer?
+
+Where they do, numbers are of the same size at every width, at each place of the model. Source: the
+coordinate check of Yang et al. 2022 (arXiv 2203.03466, appendix D).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchmars.config import Config, ResolvedConfig, TransferConfig
+from torchmars.config.transfer import shape_fields
+from torchmars.core.errors import UserError
+from torchmars.models import Model, build_run_model
+from torchmars.models.base import factors_of
+from torchmars.models.initialize import init_weights
+from torchmars.optim.roles import roles
+from torchmars.training.optimizer import build_optimizer
+
+C = TypeVar("C", bound=Config)
+
+# The batch: of random tokens, the same at each step, since only its learning is looked at.
+VOCABULARY, LENGTH, SEQUENCES = 64, 32, 8
+
+
+def sized(config: C, width: int | None = None, depth: int | None = None) -> C:
+    """Return a config whose model has another width, and so many blocks.
+
+    With the width grow the settings that the family's `grows` names. Raises `UserError` where these
+    are no whole numbers, and for a family that names none.
+    """
+    model = build_run_model(replace(config, transfer=TransferConfig()), VOCABULARY)
+    changed = {} if depth is None else {"n_layer": depth}
+    if width is not None and width != model.width:
+        if not model.settings.grows:
+            raise UserError(
+                f'model.name = "{config.model.name}" does not say what grows with its width: name '
+                "those settings as grows of its settings"
+            )
+        for name in model.settings.grows:
+            if (value := getattr(model.args, name)) is not None:
+                grown = value * Fraction(width, model.width)
+                if grown.denominator != 1:
+                    raise UserError(
+                        f"width {width} is {float(grown / value):g} times {model.width}, and so "
+                        f"model.{name} = {value} would be {float(grown):g}: choose another width"
+                    )
+                changed[name] = int(grown)
+    values: dict[str, Any] = changed
+    return replace(config, model=replace(config.model, **values))
+
+
+def based(config: C, base: Config) -> C:
+    """Return a config whose [transfer] names the model of another config as the base."""
+    model = build_run_model(replace(base, transfer=TransferConfig()), VOCABULARY)
+    names = shape_fields({"": model.settings})
+    shape: dict[str, Any] = {name: getattr(model.args, name) for name in names}
+    return replace(config, transfer=replace(config.transfer, size=None, **shape))
+
+
+def measured(config: ResolvedConfig, steps: int, seed: int = 0) -> dict[str, float]:
+    """Return sizes, by place, of a config's model after some steps at optimizer.lr.
+
+    These are roots of mean squares: in the last block of attention logits, of what its attention
+    and its MLP compute and of the residual stream after it, and of the change of logits, which at
+    the start are random. And the norms of the first step's gradients, by role.
+    """
+    model = build_run_model(config, VOCABULARY).to_empty(device="cpu")
+    factors = factors_of(model, config.transfer)
+    init_weights(model, seed, None, None if factors is None else factors.std)
+    optimizer = build_optimizer(config, model)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
+    gradients: dict[str, float] = {}
+    for step in range(steps):
+        logits = model.head(model(tokens[:, :-1]))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if not step:
+            gradients, first = gradient_norms(model), logits.detach()
+        optimizer.step()
+    return gradients | places(model, tokens[:, :-1], first)
+
+
+def gradient_norms(model: Model) -> dict[str, float]:
+    """Return the norm of the gradient of all parameters of each role."""
+    squares: dict[str, float] = {}
+    parameters = dict(model.named_parameters())
+    for name, role in roles(model).items():
+        if (gradient := parameters[name].grad) is not None:
+            squares[role] = squares.get(role, 0.0) + float(gradient.double().square().sum())
+    return {f"gradient of {role}": math.sqrt(square) for role, square in squares.items()}
+
+
+@torch.no_grad()
+def places(model: Model, tokens: Tensor, first: Tensor) -> dict[str, float]:
+    """Return the sizes of what a model computes of `tokens`, by place.
+
+    `first` are the logits before it was trained.
+    """
+    found: dict[str, float] = {}
+    block = list(model.blocks.values())[-1]
+
+    def keep(place: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            found[place] = rms(output)
+
+        return hook
+
+    def keep_logits(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        q, k = inputs[:2]
+        scale: Any = module.scale or q.shape[-1] ** -0.5
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        found["attention logits"] = rms(q @ k.mT * scale)
+
+    [attention, *_] = (each for each in model.attention() if each in set(block.modules()))
+    hooks = [block.register_forward_hook(keep("residual stream"))]
+    hooks += [getattr(block, name).register_forward_hook(keep(name)) for name in ("attn", "mlp")]
+    hooks.append(attention.register_forward_pre_hook(keep_logits))
+    found["change of logits"] = rms(model.head(model(tokens)) - first)
+    for each in hooks:
+        each.remove()
+    return found
+
+
+def rms(values: Tensor) -> float:
+    """Return the root of the mean square."""
+    return float(values.double().square().mean().sqrt())
+
+
+def exponents(sizes: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Return of each place the power of the width that its sizes go with, by least squares.
+
+    `sizes` are those of each width, as `measured` returns them. 0 means: the same at each width. It
+    is NaN where a size is 0 or not finite.
+    """
+    logs = [math.log(width) for width in sizes]
+    mean = sum(logs) / len(logs)
+    away = [each - mean for each in logs]
+    found = {}
+    for place in next(iter(sizes.values())):
+        values = [each[place] for each in sizes.values()]
+        usable = all(0 < value < math.inf for value in values)
+        slopes = [x * math.log(value) for x, value in zip(away, values)] if usable else [math.nan]
+        found[place] = sum(slopes) / sum(x * x for x in away)
+    return found
+
+
+def coordinates(
+    config: ResolvedConfig,
+    numbers: Sequence[int],
+    along: Literal["width", "depth"] = "width",
+    steps: int = 4,
+    without: bool = False,
+) -> dict[int, dict[str, float]]:
+    """Return the sizes, as of `measured`, at each width, or at so many blocks.
+
+    The least of the `numbers` is the base, with the rest of [transfer] as the config has it.
+    `without`: nothing is transferred. Raises `UserError`.
+    """
+    base = sized(config, **{along: min(numbers)})
+    found = {}
+    for number in sorted(numbers):
+        large = sized(config, **{along: number})
+        large = replace(large, transfer=TransferConfig()) if without else based(large, base)
+        found[number] = measured(large, steps)
+    return found
