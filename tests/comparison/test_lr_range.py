@@ -68,6 +68,9 @@ def test_all_rates_keep_their_ratio():
     assert (found.lr, found.lr_1d, found.embedding.lr) == pytest.approx((1.0, 0.5, 2.0))
     assert found.groups[0].lr == pytest.approx(3.0) and found.groups[1] == section.groups[1]
     assert found.matrix == section.matrix
+    muon = OptimizerConfig(name="muon", lr=2e-3)
+    assert with_lr(muon.resolve(), 1.0).lr_rest is None  # it follows lr
+    assert with_lr(replace(muon, lr_rest=1e-3).resolve(), 1.0).lr_rest == pytest.approx(0.5)
 
 
 def test_the_run_rises_from_low_to_high(tmp_path):

@@ -4,10 +4,12 @@ from tests.docs.pages import ROOT
 from torchmars.config.optimizer import shown_default
 from torchmars.optim.rules import RULES
 
+FROM_LR = {"lr_1d": "lr / 2", "lr_rest": "lr"}
+
 
 def cell(rule, name):
-    """Return a rule's default of a setting; the one that is computed is lr_1d."""
-    return shown_default(rule.defaults[name]) or "lr / 2" if name in rule.defaults else "-"
+    """Return a rule's default of a setting; those that follow from lr are `FROM_LR`."""
+    return shown_default(rule.defaults[name]) or FROM_LR[name] if name in rule.defaults else "-"
 
 
 def test_the_table_of_settings_is_what_the_rules_declare():

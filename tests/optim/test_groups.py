@@ -176,3 +176,21 @@ def test_a_small_convolutional_network_learns(name):
         loss.backward()
         optimizer.step()
     assert loss < 0.2
+
+
+@pytest.mark.parametrize("rule", ["muon", "mars-m"])
+def test_all_but_matrices_take_a_rate_of_their_own(rule):
+    def rates(**settings):
+        groups = param_groups(Model(), rule, lr=0.02, **settings)
+        return {group["role"]: (group["rule"], group["lr"]) for group in groups}
+
+    own = rates(lr_rest=0.003)
+    for role in ("embedding", "head", "vector"):
+        assert own[role] == ("adamw", 0.003)
+    assert own["matrix"] == own["convolution"] == (rule, 0.02)
+    assert rates() == rates(lr_rest=0.02)  # without it they take the matrices'
+    with pytest.raises(ValueError, match="lr_rest must be at least 0"):
+        rates(lr_rest=-1.0)
+    for other in ("adamw", "mars-shampoo"):
+        with pytest.raises(ValueError, match=f'lr_rest has no meaning for "{other}"'):
+            param_groups(Model(), other, lr_rest=0.1)

@@ -97,8 +97,9 @@ def with_lr(section: ResolvedOptimizer, lr: float) -> ResolvedOptimizer:
 
     changed: dict[str, Any] = {name: scaled(getattr(section, name)) for name in GROUPS}
     changed |= {"lr": lr, "groups": [scaled(group) for group in section.groups]}
-    if section.lr_1d is not None:
-        changed["lr_1d"] = section.lr_1d * factor
+    for name in ("lr_1d", "lr_rest"):
+        if (own := getattr(section, name)) is not None:
+            changed[name] = own * factor
     return replace(section, **changed)
 
 

@@ -121,6 +121,12 @@ BETAS_1D = Betas(
     (0.9, 0.95),
     scope="optimizer",
 )
+LR_REST = Number(
+    "lr_rest",
+    "Learning rate of the AdamW of embeddings, heads and vectors. If not set, lr.",
+    scope="optimizer",
+    optional=True,
+)
 FLATTEN = Flag(
     "flatten", "See parameters of three dims as one matrix [out, -1].", False, scope="group"
 )

@@ -25,8 +25,10 @@ def mars_settings_by_role(outer: Settings, settings: Settings) -> dict[str, Sett
 
 
 def adamw_but_for_matrices(settings: Settings) -> dict[str, Settings]:
-    """Return the settings of embeddings, heads and vectors that take AdamW at the matrices' lr."""
-    adamw = adamw_settings(settings, settings["lr"], settings["betas_1d"], settings["weight_decay"])
+    """Return the settings of embeddings, heads and vectors, which take AdamW at `lr_rest`."""
+    rest = settings.get("lr_rest")
+    lr = settings["lr"] if rest is None else rest
+    adamw = adamw_settings(settings, lr, settings["betas_1d"], settings["weight_decay"])
     return dict.fromkeys(("embedding", "head", "vector"), adamw)
 
 

@@ -15,6 +15,7 @@ from torchmars.optim.settings import (
     GAMMA_NEXT,
     LR,
     LR_1D,
+    LR_REST,
     MARS_SETTINGS,
     MATRIX_SETTINGS,
     WEIGHT_DECAY,
@@ -29,6 +30,7 @@ MUON_SETTINGS = (
     WEIGHT_DECAY.of(0.1),
     CAUTIOUS_DECAY,
     BETAS_1D,
+    LR_REST,
     *MATRIX_SETTINGS,
 )
 
