@@ -15,7 +15,14 @@ from tests.models.test_moe import GLM
 from tests.support.commands import ROOT, run_command
 from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
-from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
+from tests.support.tiny import (
+    listen_here,
+    run_folder_of,
+    tiny_tables,
+    train,
+    train_here,
+    write_text,
+)
 from torchmars.config import (
     ActivationCheckpointConfig,
     ModelConfig,
@@ -31,7 +38,8 @@ from torchmars.data.order import window_of_sample
 from torchmars.data.windows import Windows
 from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
 from torchmars.exchange.export import export_folder
-from torchmars.exchange.saved_model import load_model, open_model
+from torchmars.exchange.initial import weights_of
+from torchmars.exchange.saved_model import load_model, open_last, open_model
 from torchmars.exchange.to_config import to_config
 from torchmars.exchange.tokenizer_files import tokenizer_files
 from torchmars.exchange.weight_files import load_weights
@@ -120,6 +128,55 @@ def test_transformers_loads_an_export_and_has_the_same_logits_and_tokens(exports
     assert [token for (token,) in drawn] == expected.tolist()
     card = (folder / "README.md").read_text()
     assert f"# {name}" in card and "2,048" in card and "seed = 0" in card
+
+
+def trained_and_refused(tables, *others):
+    """Train a run; return what others print on the same rank, the error of each in the end."""
+    train_here(tables)
+    return [listen_here(each) for each in others]
+
+
+# Half as wide and a fourth as deep, with heads of half the width: no multiplier is 1.
+BASES = {
+    "openai": {"n_head": 2, "n_embd": 16, "n_layer": 1},
+    "qwen3": {"n_head": 4, "n_embd": 16, "n_inner": 24, "head_dim": 8, "n_layer": 1},
+}
+
+
+@pytest.mark.parametrize("name", full_but(["qwen3"], BASES))
+def test_a_model_with_a_base_is_exported_without_multipliers(name, tmp_path):
+    write_text(tmp_path)
+
+    def tables_of(run, transfer, **overrides):
+        training = {"steps": 2, "seq_len": LENGTH, "ema_decay": 0.5}
+        shape = MODELS[name] | {"n_layer": 4}
+        sections = {"training": training, "model": shape, "transfer": transfer} | overrides
+        return tiny_tables(tmp_path, run={"name": run}, **sections)
+
+    run, base = tmp_path / "runs" / "large", BASES[name] | {"depth": "1/L"}
+    others = [
+        tables_of("other", BASES[name], checkpoint={"init_from": str(run)}),
+        tables_of("large", BASES[name]),
+    ]
+    [[other, large]] = run_ranks(trained_and_refused, 1, tables_of("large", base), *others)
+    ours, _, _ = load_model(run)
+    applied = ours.args.multipliers
+    assert all(value < 1 for value in applied)
+    assert f"multiplies by {applied}, the config's by logits 0.5, residual 1, attention" in other
+    assert "transfer.depth = 1/L, the config says none: set it back" in large
+    tokens = torch.randint(257, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for average in (False, True):
+        models, target = open_last(run, None, 1, average), tmp_path / f"theirs-{average}"
+        export_folder(models, target, torch.float32)
+        ours.load_state_dict({key: models[0].read(key) for key in ours.state_dict()})
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(target)
+        with torch.no_grad():
+            logits.append(theirs(tokens).logits)
+            torch.testing.assert_close(ours.head(ours(tokens)), logits[-1], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(*logits, rtol=1e-2, atol=1e-4)
+    with pytest.raises(UserError, match=r"weights of a model that multiplies nothing.*remove"):
+        weights_of(f"hf:{target}", ours)
 
 
 def export(run, target, *options):

@@ -1,5 +1,6 @@
 """A model beside its base: what [transfer] makes of it, in the forward pass and at the start."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from torchmars.config.model_args import Multipliers
 from torchmars.core.errors import UserError
 from torchmars.models import build_run_model
 from torchmars.models.base import factors_of
+from torchmars.models.cache import Cache
 from torchmars.models.initialize import init_weights
 from torchmars.training.optimizer import build_optimizer
 
@@ -172,3 +174,52 @@ def test_a_family_that_applies_no_multiplier_is_refused_but_for_its_own_shape(pl
     monkeypatch.setattr(plugin, "Other", type("Other", (plugin.Plain,), {}), raising=False)
     with pytest.raises(UserError, match=message):
         build_run_model(replace(deep, transfer=config("plain", section).transfer), 64)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "moe", "qk_norm"])
+def test_folded_weights_compute_the_same_without_multipliers(name):
+    base = config(name, {"n_layer": 2, "depth": "1/L"})
+    if name != "gpt2":
+        base = replace(base, model=replace(base.model, head_dim=16))
+    heads = {"n_head": 2} | ({} if name == "gpt2" else {"n_kv_head": 2, "head_dim": 48})
+    grown = sized(base, 96, 4)  # heads 3 times as wide as the base's: all multipliers are others
+    ours = model_of(based(replace(grown, model=replace(grown.model, **heads)), base))
+    assert all(value < 1 for value in ours.args.multipliers)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in ours.parameters():  # biases and gains too
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    plain = type(ours)(replace(ours.args, multipliers=Multipliers()))
+    weights = ours.state_dict().items()
+    plain.load_state_dict({key: ours.folded(key, each.clone()) for key, each in weights})
+    tokens = torch.randint(64, (2, 16), generator=generator)
+    expected = ours.head(ours(tokens))
+    apart = (plain.head(plain(tokens)) - expected).abs().max() / expected.abs().max()
+    assert apart < 2e-6
+    other = type(ours)(replace(ours.args, multipliers=Multipliers()))
+    other.load_state_dict(ours.state_dict())
+    assert (other.head(other(tokens)) - expected).abs().max() / expected.abs().max() > 0.1
+
+
+def test_a_family_that_says_nothing_of_folding_is_not_exported():
+    deep = sized(config("plain"), depth=4)
+    model = model_of(based(deep, config("plain", {"n_layer": 2, "depth": "1/L"})))
+    assert model.args.multipliers == Multipliers()
+    assert model.folded("norm.weight", torch.ones(2)).tolist() == [1, 1]
+    section = config("plain", {"n_layer": 2, "depth": "1/L"}).transfer
+    with pytest.raises(
+        UserError, match=r"residual 0.5, attention 1\) fold into its weights: define"
+    ):
+        model_of(replace(deep, transfer=section)).folded("norm.weight", torch.ones(2))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_gives_the_logits_of_a_pass_without(name):
+    base = config(name, {"n_layer": 2, "depth": "1/L"})
+    model = model_of(based(sized(base, 96, 4), base)).eval()
+    plain, context = copy.deepcopy(model), [5, 9, 2, 7]
+    cache = Cache(model, 16)
+    found = [cache.start([context])[0], cache.go_on([3])[0]]
+    for length, logits in zip((4, 5), found):
+        with torch.no_grad():
+            expected = plain.head(plain(torch.tensor([[*context, 3][:length]])))[0, -1]
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)

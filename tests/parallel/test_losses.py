@@ -56,6 +56,18 @@ def test_losses_of_rules_are_those_of_one_rank(tmp_path, rules, layouts, microba
     assert len({*last}) == len(cases)  # each is another rule
 
 
+def test_losses_of_a_model_with_a_base_are_those_of_one_rank(tmp_path):
+    """Whose multipliers and factors are not 1: it is 3 times as wide and 5 times as deep."""
+    check(tmp_path, [("Llama of a base", "mars-m")], ["PP 2"], steps=3)
+
+
+@FULL
+@pytest.mark.parametrize("rule", ["mars-m", "mars-adamw"])
+def test_so_they_are_on_six_layouts(rule, tmp_path):
+    layouts = ["HSDP 2x2", "TP 2", "PP 2 x FSDP 2", "CP 2", "CP 2 Ulysses", "TP 2 x CP 2"]
+    check(tmp_path, [("Llama of a base", rule)], layouts, steps=10)
+
+
 ALL = [*product(MODELS, SOME), *(("GPT-2", rule) for rule in RULES if rule not in SOME)]
 
 

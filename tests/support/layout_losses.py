@@ -17,6 +17,13 @@ MODELS: dict[str, dict] = {
         "n_inner": 96,
     },
 }
+# Of 3 times the width and 5 times the depth of a base, whose heads of keys are as many.
+SHAPE = {"n_layer": 5, "n_head": 12, "n_kv_head": 4, "n_embd": 48, "n_inner": 72}
+MODELS["Llama of a base"] = {"name": "llama"} | SHAPE
+BASES: dict[str, dict] = {
+    "Llama of a base": SHAPE
+    | {"n_layer": 1, "n_head": 4, "n_embd": 16, "n_inner": 24, "depth": "1/L", "embedding": 0.5}
+}
 RULES: dict[str, dict] = {
     # At 6e-3 the losses of Llama jump by up to 1e-4 at single steps, and by 2e-5 on one rank with
     # other microbatches: AdamW divides gradients that are hardly more than rounding by their size.
@@ -52,6 +59,7 @@ def run_tables(
         folder,
         run={"name": name},
         model=MODELS[model],
+        transfer=BASES.get(model, {}),
         optimizer=RULES[rule],
         parallelism=LAYOUTS[layout][1],
         training={"dtype": "float32", "steps": steps} | training,

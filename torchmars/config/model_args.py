@@ -19,6 +19,9 @@ class Multipliers(NamedTuple):
     attention: float = 1.0
     """Attention logits, beside one over the root of a head's width."""
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value:g}" for name, value in self._asdict().items())
+
     def attention_scale(self, head_width: int) -> float | None:
         """Return the `scale` of `CausalAttention`."""
         return None if self.attention == 1 else self.attention * head_width**-0.5

@@ -31,16 +31,17 @@ FILE = re.compile(
 
 
 def mean_weight(models: Sequence[SavedModel]) -> Callable[[str], Tensor]:
-    """Return a function from a weight's name to its mean over `models`.
+    """Return a function from a weight's name to its mean over `models`, multipliers folded in.
 
-    It holds two tensors of that weight in memory, no more.
+    What is written computes the same without any ([transfer]). It holds two tensors of that weight
+    in memory, no more.
     """
 
     def read(name: str) -> Tensor:
         total = models[0].read(name)
         for model in models[1:]:
             total += model.read(name)
-        return total.div_(len(models))
+        return models[0].model.folded(name, total.div_(len(models)))
 
     return read
 

@@ -17,6 +17,8 @@ from torchmars.checkpoint.state_dict import (
     optimizer_state_names,
 )
 from torchmars.config.checkpoint import HF
+from torchmars.config.load import config_from_tables
+from torchmars.config.model_args import Multipliers
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.places import place
@@ -31,11 +33,12 @@ from torchmars.exchange.weight_files import (
     weights_problem,
 )
 from torchmars.exchange.weights import weights_of_folder
-from torchmars.models import Model
+from torchmars.models import Model, build_run_model
 from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.storage.storage import MANIFEST
 
 REMEDY = "set [model], data.tokenizer and training.seq_len as they were there"
 
@@ -60,7 +63,7 @@ def init_from(
         layout.on_all(lambda: load_weights(saved_weights, model.tensors))
         model.follow_weights()
         return f"weights of {source}", []
-    folder, manifest = layout.on_first(lambda: open_source(place(source), "full"))
+    folder, manifest = layout.on_first(lambda: open_source(place(source), "full", model.whole))
     state = model_state(model.tensors)
     ours = optimizer_state(optimizer) if with_optimizer else {}
     index = read_index_part(folder, manifest, layout, state | ours)
@@ -92,7 +95,8 @@ def init_from(
 def weights_of(source: str, model: Model) -> dict[str, SavedWeight] | None:
     """Return where the weights of `model` lie in files of weights alone; None for a checkpoint.
 
-    `source` is as in checkpoint.init_from. Raises `UserError` if they are not all there.
+    `source` is as in checkpoint.init_from. Raises `UserError` if they are not all there, and where
+    `model` would multiply what they compute.
     """
     try:
         if source.startswith(HF):
@@ -105,19 +109,43 @@ def weights_of(source: str, model: Model) -> dict[str, SavedWeight] | None:
         raise UserError(f"checkpoint.init_from: {source}: {error}") from None
     if wrong := weights_problem(saved, model.state_dict()):
         raise UserError(f"checkpoint.init_from: {source} {wrong}: {REMEDY}")
+    if model.args.multipliers != Multipliers():
+        raise UserError(
+            f"checkpoint.init_from: {source} has weights of a model that multiplies nothing, and "
+            f"[transfer] multiplies ({model.args.multipliers}): remove [transfer]"
+        )
     return saved
 
 
 def open_source(
-    source: PurePath, level: Literal["full", "size"]
+    source: PurePath, level: Literal["full", "size"], model: Model
 ) -> tuple[PurePath, CheckpointManifest]:
-    """Return the checkpoint that checkpoint.init_from names. Raises `UserError`."""
+    """Return the checkpoint that checkpoint.init_from names.
+
+    Raises `UserError` without one, and if its model multiplies by other numbers than `model`.
+    """
     try:
-        return find_checkpoint(source, say, level)
+        folder, manifest = find_checkpoint(source, say, level)
     except UserError as error:
         theirs = is_folder_of_transformers(Path(source))
         remedy = f": it is a folder of transformers: write {HF}{source}" if theirs else ""
         raise UserError(f"checkpoint.init_from: {error}{remedy}") from None
+    before, now = multipliers_in(folder, manifest), model.args.multipliers
+    if before != now:
+        raise UserError(
+            f"checkpoint.init_from: the model of {folder} multiplies by {before}, the config's by "
+            f"{now}: set [transfer] as it was there"
+        )
+    return folder, manifest
+
+
+def multipliers_in(folder: PurePath, manifest: CheckpointManifest) -> Multipliers:
+    """Return the multipliers of the model of a checkpoint. Raises `UserError`."""
+    if "transfer" not in manifest.config:  # it is older than that
+        return Multipliers()
+    config = config_from_tables(manifest.config, f"in {folder}/{MANIFEST}")
+    found: Multipliers = build_run_model(config, manifest.vocab_size).args.multipliers
+    return found
 
 
 def shared_state(optimizer: MARS, saved: dict[str, str]) -> tuple[list[str], list[str]]:

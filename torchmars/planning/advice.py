@@ -6,6 +6,7 @@ from torchmars.metrics.gpus import GIB
 from torchmars.parallel.checks import untrained
 from torchmars.planning.assumptions import FLOPS, GPU, MEMORY, NETWORK
 from torchmars.planning.plan import Plan
+from torchmars.planning.scaling import beyond_family
 
 BUBBLE = 0.15  # of a step, from which on a pipeline is worth another look
 OPTIMIZER_SHARE = 0.1  # of a step, from which on an uneven plan is felt
@@ -24,6 +25,7 @@ def advice(plan: Plan) -> Iterator[str]:
     yield from of_owners(plan)
     yield from of_tokens(plan)
     yield from untrained(plan.config, plan.whole)
+    yield from beyond_family(plan.config, plan.whole)
     rows, width = plan.whole.vocab_rows, plan.whole.width
     if plan.per_node and (rows % TILE or width % TILE):
         yield (

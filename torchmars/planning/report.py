@@ -10,6 +10,7 @@ from torchmars.metrics.gpus import GIB
 from torchmars.planning.advice import advice
 from torchmars.planning.assumptions import SPEEDS
 from torchmars.planning.plan import Plan
+from torchmars.planning.scaling import transferred
 from torchmars.planning.simulation import Simulation
 from torchmars.training.default_lr import default_lr_warnings
 from torchmars.training.summary import summary
@@ -18,6 +19,7 @@ from torchmars.training.summary import summary
 def plan_in_words(plan: Plan, default_lr: bool = False) -> list[str]:
     """Return all of a plan: the run, its costs, and warnings, also of the `default_lr`."""
     sections = {
+        "transfer": transferred(plan.config, plan.whole, plan.optimizer),
         "memory": memory(plan),
         "experts": dealt_experts(plan),
         "pipeline": pipeline(plan),

@@ -4,6 +4,7 @@ from torchmars.config import ResolvedConfig
 from torchmars.config.presets import Preset, read_presets
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.models import build_run_model
+from torchmars.models.base import base_of
 
 PUBLISHED = 124e6  # parameters of GPT-2 small: the defaults are the rates published for it
 NEAR = 2  # a model of about that size has at most this many times more or fewer
@@ -12,13 +13,17 @@ NEAR = 2  # a model of about that size has at most this many times more or fewer
 def default_lr_warnings(config: ResolvedConfig) -> list[str]:
     """Return a warning for a run that leaves optimizer.lr at its default, in lines, or none.
 
-    It names the preset of the model's size and rule, where there is one.
+    Of a model with a base the base's size counts. It names the preset of the model's size and rule,
+    where there is one.
     """
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     model = build_run_model(config, vocab_size)
+    if config.transfer.named:  # optimizer.lr is for that
+        model = base_of(model, config.transfer)
     parameters = model.parameter_count
     if PUBLISHED / NEAR <= parameters <= PUBLISHED * NEAR:
         return []
+    whose = "the base" if config.transfer.named else "this one"
     preset = fitting_preset(config)
     remedy = (
         f"the preset {preset.name} has {preset.settings['optimizer']['lr']:g}"
@@ -27,7 +32,7 @@ def default_lr_warnings(config: ResolvedConfig) -> list[str]:
     )
     return [
         f"optimizer.lr is not set, and its default {config.optimizer.lr:g} is a rate for models of "
-        f"124 million parameters; this one has {parameters:,}: set it; {remedy}"
+        f"124 million parameters; {whose} has {parameters:,}: set it; {remedy}"
     ]
 
 

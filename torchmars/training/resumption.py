@@ -31,4 +31,4 @@ def check_resume(config: ResolvedConfig, data: Mixture, model: Model) -> None:
         optimizer = build_optimizer(config, model)
         check_same_run(*found, config, data.fingerprint(), optimizer)
     elif (source := config.checkpoint.init_from) and weights_of(source, model) is None:
-        open_source(place(source), "size")
+        open_source(place(source), "size", model)

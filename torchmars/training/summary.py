@@ -16,6 +16,7 @@ from torchmars.data import sources
 from torchmars.data.mixture import Mixture
 from torchmars.data.shares import Shares
 from torchmars.models import Model, title
+from torchmars.models.base import base_of
 from torchmars.optim import MARS
 from torchmars.optim.rules import RULES, variance_reduced
 from torchmars.optim.settings import Choice, Flag
@@ -85,6 +86,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
             "model",
             f"{title(config.model)}: {model.counts_in_words}, {model.describe()}",
         ),
+        *(labelled("base", base_line(config, model)) if config.transfer.named else []),
         *labelled(
             "layout",
             f"{layout.describe()}, {training.dtype} compute"
@@ -106,6 +108,12 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
         ),
         *(labelled("warning", unfit) if unfit else []),
     ]
+
+
+def base_line(config: ResolvedConfig, model: Model) -> str:
+    """Return whose learning rates the config has, and what the model multiplies for it."""
+    base = base_of(model, config.transfer)
+    return f"{base.describe()}: its rates are taken; multipliers {model.args.multipliers}"
 
 
 def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[str]:
