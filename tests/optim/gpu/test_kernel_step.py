@@ -10,7 +10,7 @@ import torch
 from tests.optim.gpu.interpreted import sharded_steps, steps, steps_of, with_kernels
 from tests.support.full import full_but, selected
 from tests.support.ranks import run_ranks
-from torchmars.optim import MARS, mars
+from torchmars.optim import MARS, mars, param_groups, transfer_factors
 from torchmars.optim.gpu import launches
 from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.rules.adamw import MarsAdamW
@@ -158,6 +158,36 @@ def test_matrices_are_packed_and_stepped_along_by_one_launch_each(monkeypatch, r
     of_shapes = ["pack", "step_along"] * 2
     updates = ["update", *of_shapes] if rule == "mars-m" else [*of_shapes, "update"]
     assert (names, sent) == ([*SUMS, *updates], 0)
+
+
+class Mine(torch.nn.Module):
+    """Matrices of several kinds, whose factors differ if all but keys grow."""
+
+    multipliers = ("logits",)
+
+    def __init__(self, width):
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, width)
+        self.norm = torch.nn.LayerNorm(width)
+        sides = {"q": (width, width), "k": (8, width), "up": (3 * width, width), "fixed": (9, 9)}
+        self.layers = torch.nn.ParameterDict(
+            {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in sides.items()}
+        )
+        self.head = torch.nn.Linear(width, 11, bias=False)
+
+
+@pytest.mark.parametrize("rule", ["mars-adamw", "adamw", "lion", "muon", "mars-m"])
+def test_factors_of_a_base_cost_no_launch(monkeypatch, rule):
+    stub, large, launched, groups = Stub(monkeypatch), Mine(48), [], []
+    for parameter in large.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for factors in (None, transfer_factors(large, Mine(16))):
+        optimizer = with_kernels(MARS(param_groups(large, rule, factors=factors)))
+        optimizer.step()
+        launched.append(stub.of(optimizer.step))
+        groups.append(len(optimizer.param_groups))
+    assert launched[0] == launched[1]
+    assert groups[1] > groups[0]
 
 
 class DoublesItsStep(MarsAdamW):
