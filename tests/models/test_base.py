@@ -12,6 +12,7 @@ from torchmars.config.load import config_of
 from torchmars.config.model import MODELS as MODEL_CLASSES
 from torchmars.config.model_args import Multipliers
 from torchmars.core.errors import UserError
+from torchmars.exchange.export import folded
 from torchmars.models import build_run_model
 from torchmars.models.base import factors_of
 from torchmars.models.cache import Cache
@@ -190,7 +191,7 @@ def test_folded_weights_compute_the_same_without_multipliers(name):
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     plain = type(ours)(replace(ours.args, multipliers=Multipliers()))
     weights = ours.state_dict().items()
-    plain.load_state_dict({key: ours.folded(key, each.clone()) for key, each in weights})
+    plain.load_state_dict({key: folded(ours, key, each.clone()) for key, each in weights})
     tokens = torch.randint(64, (2, 16), generator=generator)
     expected = ours.head(ours(tokens))
     apart = (plain.head(plain(tokens)) - expected).abs().max() / expected.abs().max()
@@ -204,12 +205,10 @@ def test_a_family_that_says_nothing_of_folding_is_not_exported():
     deep = sized(config("plain"), depth=4)
     model = model_of(based(deep, config("plain", {"n_layer": 2, "depth": "1/L"})))
     assert model.args.multipliers == Multipliers()
-    assert model.folded("norm.weight", torch.ones(2)).tolist() == [1, 1]
+    assert folded(model, "norm.weight", torch.ones(2)).tolist() == [1, 1]
     section = config("plain", {"n_layer": 2, "depth": "1/L"}).transfer
-    with pytest.raises(
-        UserError, match=r"residual 0.5, attention 1\) fold into its weights: define"
-    ):
-        model_of(replace(deep, transfer=section)).folded("norm.weight", torch.ones(2))
+    with pytest.raises(UserError, match=r"residual 0.5, attention 1\) cannot be exported without"):
+        folded(model_of(replace(deep, transfer=section)), "norm.weight", torch.ones(2))
 
 
 @pytest.mark.parametrize("name", MODELS)

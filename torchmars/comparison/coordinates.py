@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -83,19 +84,13 @@ def measured(config: ResolvedConfig, steps: int, seed: int = 0) -> dict[str, flo
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if not step:
-            gradients, first = gradient_norms(model), logits.detach()
+            first = logits.detach()
+            for name, role in roles(model).items():
+                place, gradient = f"gradient of {role}", model.get_parameter(name).grad
+                norm = 0.0 if gradient is None else float(gradient.norm())
+                gradients[place] = math.hypot(gradients.get(place, 0.0), norm)
         optimizer.step()
     return gradients | places(model, tokens[:, :-1], first)
-
-
-def gradient_norms(model: Model) -> dict[str, float]:
-    """Return the norm of the gradient of all parameters of each role."""
-    squares: dict[str, float] = {}
-    parameters = dict(model.named_parameters())
-    for name, role in roles(model).items():
-        if (gradient := parameters[name].grad) is not None:
-            squares[role] = squares.get(role, 0.0) + float(gradient.double().square().sum())
-    return {f"gradient of {role}": math.sqrt(square) for role, square in squares.items()}
 
 
 @torch.no_grad()
@@ -140,15 +135,12 @@ def exponents(sizes: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     `sizes` are those of each width, as `measured` returns them. 0 means: the same at each width. It
     is NaN where a size is 0 or not finite.
     """
-    logs = [math.log(width) for width in sizes]
-    mean = sum(logs) / len(logs)
-    away = [each - mean for each in logs]
     found = {}
     for place in next(iter(sizes.values())):
         values = [each[place] for each in sizes.values()]
         usable = all(0 < value < math.inf for value in values)
-        slopes = [x * math.log(value) for x, value in zip(away, values)] if usable else [math.nan]
-        found[place] = sum(slopes) / sum(x * x for x in away)
+        slope = np.polyfit(np.log(list(sizes)), np.log(values), 1)[0] if usable else math.nan
+        found[place] = float(slope)
     return found
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchmars.config.fields import Mark, require, with_settings
 from torchmars.config.model import INSTEAD, OWN, fields_of_families, plugins_family
@@ -57,11 +57,6 @@ class TransferConfig:
     embedding: Annotated[Annotated[float, Range(0, 1)], Mark.IDENTITY] = 0.0
     """The rate of embeddings falls by the width's ratio to this power. 0.5 for large
     vocabularies."""
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:  # the shape fields of families
-            ...
 
     def shape(self) -> dict[str, int]:
         """Return the fields of the base's shape that are set."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchmars.config.model_args import Multipliers
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, read_bytes, sync_folder, write_durably
 from torchmars.data.tokenizer_file import GENERATION
@@ -23,6 +24,9 @@ from torchmars.exchange.tokenizer_files import (
 )
 from torchmars.exchange.weight_files import write_weights
 from torchmars.exchange.weights import CONFIG, FILE_BYTES, write_weight_files
+from torchmars.models import Model
+from torchmars.models.gpt2 import GPT2
+from torchmars.models.llama import Llama
 
 CARD = "README.md"
 FILE = re.compile(
@@ -41,9 +45,33 @@ def mean_weight(models: Sequence[SavedModel]) -> Callable[[str], Tensor]:
         total = models[0].read(name)
         for model in models[1:]:
             total += model.read(name)
-        return models[0].model.folded(name, total.div_(len(models)))
+        return folded(models[0].model, name, total.div_(len(models)))
 
     return read
+
+
+def folded(model: Model, name: str, weight: Tensor) -> Tensor:
+    """Return a weight of `model`, in place, of one without multipliers that computes the same.
+
+    Raises `UserError` for a plugin's model, of which nobody knows what it multiplies where.
+    """
+    factors, part = model.args.multipliers, name.removesuffix(".weight").removesuffix(".bias")
+    if factors != Multipliers() and type(model) not in (GPT2, Llama):
+        raise UserError(
+            f"a {type(model).__name__} that multiplies ({factors}) cannot be exported without: "
+            "take the run as it is (torchmars.load, checkpoint.init_from)"
+        )
+    # A norm of queries would undo what is before it.
+    queries = ".attn.q_norm" if getattr(model.args, "qk_norm", False) else ".attn.q"
+    if part == "norm":
+        weight *= factors.logits
+    elif part.endswith(".proj"):
+        weight *= factors.residual
+    elif part.endswith(".attn.qkv"):
+        weight[: len(weight) // 3] *= factors.attention
+    elif part.endswith(queries):
+        weight *= factors.attention
+    return weight
 
 
 def export(models: Sequence[SavedModel], target: Path, kind: str, dtype: str) -> None:

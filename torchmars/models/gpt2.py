@@ -18,7 +18,7 @@ from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.model_args import Multipliers
 from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention, Sight
-from torchmars.models.model import Model, Table, TensorParallelCut, added, with_ends_folded
+from torchmars.models.model import Model, Table, TensorParallelCut, added
 
 
 class Attention(nn.Module):
@@ -119,11 +119,6 @@ class GPT2(Model):
         # as they are.
         divisors = torch.arange(1, self.args.n_layer + 1, device=device).unbind()
         return [divisors[int(number)] for number in self.blocks]
-
-    def folded(self, name: str, weight: Tensor) -> Tensor:
-        if ".attn.qkv." in name:
-            weight[: len(weight) // 3] *= self.args.multipliers.attention
-        return with_ends_folded(name, weight, self.args.multipliers)
 
     def describe(self) -> str:
         args = self.args

@@ -23,7 +23,7 @@ from torchmars.config.llama import LlamaArgs
 from torchmars.config.model_args import Multipliers
 from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention, Sight
-from torchmars.models.model import Head, Model, Table, TensorParallelCut, added, with_ends_folded
+from torchmars.models.model import Head, Model, Table, TensorParallelCut, added
 from torchmars.models.moe import MoE
 
 # Llama 3.1's scaling stretches wavelengths of more than ORIGINAL_CONTEXT / LOW tokens, leaves those
@@ -154,12 +154,6 @@ class Llama(Model):
         count = super().used_parameters(name, parameter)
         stack = ".mlp.experts." in name
         return count * self.args.n_expert_used // self.args.n_expert if stack else count
-
-    def folded(self, name: str, weight: Tensor) -> Tensor:
-        # A norm would undo what is before it.
-        if (".attn.q_norm." if self.args.qk_norm else ".attn.q.") in name:
-            weight *= self.args.multipliers.attention
-        return with_ends_folded(name, weight, self.args.multipliers)
 
     def describe(self) -> str:
         args, mlp = self.args, f"MLP {self.args.n_inner}"

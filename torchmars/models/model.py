@@ -1,7 +1,6 @@
 """The interface of a model of any family."""
 
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
@@ -9,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from torchmars.config.model_args import ModelArgs, Multipliers
+from torchmars.config.model_args import ModelArgs
 from torchmars.core.errors import UserError
 from torchmars.models.attention import CausalAttention, Reach, Sight
 from torchmars.models.documents import document_positions
@@ -20,10 +19,6 @@ from torchmars.models.moe import MoE
 # fused query, key and value projection. "positions": every rank has all of it, for its own part of
 # the positions.
 TensorParallelCut = Literal["rows", "fused rows", "columns", "tokens", "positions"]
-
-
-# What adds to the residual stream, also the matrices of experts.
-PROJ = re.compile(r"\.proj(\.weight|\.bias)?$")
 
 
 class Head(nn.Linear):
@@ -42,16 +37,6 @@ class Head(nn.Linear):
 def added(x: Tensor, branch: Tensor, factor: float) -> Tensor:
     """Return the residual stream `x` with the output of a `branch` times `factor`."""
     return x + branch if factor == 1 else x + branch * factor
-
-
-def with_ends_folded(name: str, weight: Tensor, multipliers: Multipliers) -> Tensor:
-    """Return `weight` times what folds into it, in place, except queries: see `Model.folded`.
-
-    The last norm takes that of logits, and each `proj` that of what it adds.
-    """
-    if name in ("norm.weight", "norm.bias"):
-        return weight.mul_(multipliers.logits)
-    return weight.mul_(multipliers.residual) if PROJ.search(name) else weight
 
 
 class Table(nn.Embedding):
@@ -162,20 +147,6 @@ class Model(nn.Module, ABC):
             return function(hidden, self.tok_embed.weight)
         result: Tensor = self.output(hidden, function=function)
         return result
-
-    def folded(self, name: str, weight: Tensor) -> Tensor:
-        """Return the weight called `name` of a model without multipliers that computes the same.
-
-        `weight` is this model's, and may be changed. Raises `UserError` for a family that does not
-        say it: one that multiplies overrides this.
-        """
-        if self.args.multipliers == Multipliers():
-            return weight
-        raise UserError(
-            f"{type(self).__name__} does not say how its multipliers ({self.args.multipliers}) "
-            "fold into its weights: define its method folded, or take the run as it is "
-            "(torchmars.load, checkpoint.init_from)"
-        )
 
     def attention(self) -> Iterator[CausalAttention]:
         """Yield where the tokens of each block that is here meet."""

@@ -20,7 +20,6 @@ from torchmars.optim.settings import CUT, Settings
 
 # The power of the number of blocks, over the base's, that divides what each block adds.
 DEPTHS = {"none": 0.0, "1/sqrt(L)": 0.5, "1/L": 1.0}
-DECAYS = ("kept", "coupled")
 NUMBER = re.compile(r"\d+")
 # Attributes of attention that have the width of its heads: here, and in transformers.
 HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size")
@@ -146,12 +145,9 @@ def transfer_factors(
     Raises `ValueError` for a model that does not apply a multiplier that is not 1, and for a
     parameter that the base has not, or with another number of dims.
     """
-    if depth not in DEPTHS:
-        raise ValueError(f"depth must be one of {', '.join(DEPTHS)}, got {depth!r}")
-    if decay not in DECAYS:
-        raise ValueError(f"decay must be one of {', '.join(DECAYS)}, got {decay!r}")
-    if not 0 <= embedding <= 1:
-        raise ValueError(f"embedding must be from 0 to 1, got {embedding!r}")
+    for option, given, names in (("depth", depth, DEPTHS), ("decay", decay, ("kept", "coupled"))):
+        if given not in names:
+            raise ValueError(f"{option} must be one of {', '.join(names)}, got {given!r}")
     ours, theirs = _Parameters(model), _Parameters(base)
     blocks, count = _blocks(model)
     layers = count / _blocks(base)[1]
@@ -187,20 +183,15 @@ class _Parameters:
     """The trained parameters of a model, by their plain names."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {plain(name): name for name, _ in model.named_parameters()}
-        self._tensors, self._modules = dict(model.named_parameters()), dict(model.named_modules())
+        self.named = {plain(name): (name, each) for name, each in model.named_parameters()}
         self.roles = {plain(name): role for name, role in roles(model).items()}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[self._names[name]].shape)
+        self._modules = dict(model.named_modules())
 
     def cut(self, name: str) -> Settings:
         """Return how a parameter is cut into matrices."""
-        whole = self._names[name]
-        if self._tensors[whole].ndim < 2:
-            return {}
+        whole, parameter = self.named[name]
         flat = {"flatten": True} if self.roles[name] == "convolution" else {}
-        return flat | cut_of(whole, self._tensors[whole], self._modules)
+        return flat | cut_of(whole, parameter, self._modules) if parameter.ndim > 1 else {}
 
 
 def _twin(name: str, ours: _Parameters, theirs: _Parameters, in_block: bool) -> Twin:
@@ -210,7 +201,7 @@ def _twin(name: str, ours: _Parameters, theirs: _Parameters, in_block: bool) -> 
     other = name if name in theirs.roles else next(alike, None)
     if other is None:
         raise ValueError(f"the base has no {name}: it must be a model of the same kind")
-    shape, base = ours.shape(name), theirs.shape(other)
+    shape, base = (tuple(each[1].shape) for each in (ours.named[name], theirs.named[other]))
     if len(shape) != len(base):
         raise ValueError(f"{name} has {len(shape)} dims, but {len(base)} in the base")
     return Twin(shape, other, base, theirs.cut(other), in_block)
@@ -227,15 +218,15 @@ def _sides(shape: tuple[int, ...], cut: Settings) -> list[tuple[int, int]]:
 def _blocks(model: nn.Module) -> tuple[str, int]:
     """Return what the names of all blocks' parameters begin with, and how many blocks there are.
 
-    Blocks are the numbered members of a module, of several such the outermost.
+    Blocks are the numbered members of a module: of the one with most parameters.
     """
     found = [
-        (path.count("."), f"{plain(path)}.", len(names))
+        (sum(each.numel() for each in module.parameters()), f"{plain(path)}.".lstrip("."), count)
         for path, module in model.named_modules()
-        if (names := [name for name, _ in module.named_children()])
+        if (count := len(names := [name for name, _ in module.named_children()]))
         if all(name.isdecimal() for name in names)
     ]
-    _, prefix, count = min(found, default=(0, "\n", 1), key=lambda each: each[0])
+    _, prefix, count = max(found, default=(0, "\n", 1), key=lambda each: each[0])
     return prefix, count
 
 
