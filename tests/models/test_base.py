@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchmars.comparison.coordinates import based, sized
+from torchmars.comparison.coordinates import based, measured, sized
+from torchmars.config import OptimizerConfig
 from torchmars.config.load import config_of
 from torchmars.config.model import MODELS as MODEL_CLASSES
 from torchmars.config.model_args import Multipliers
@@ -17,6 +18,7 @@ from torchmars.models import build_run_model
 from torchmars.models.base import factors_of
 from torchmars.models.cache import Cache
 from torchmars.models.initialize import init_weights
+from torchmars.optim.rules import RULES
 from torchmars.training.optimizer import build_optimizer
 
 LLAMA = {"name": "llama", "size": "nano", "n_embd": 32, "n_head": 2, "n_kv_head": 1, "n_inner": 96}
@@ -76,9 +78,15 @@ def test_the_base_of_ones_own_shape_changes_no_bit_and_multiplies_nothing(name):
     assert products(ours) == products(before)
     for (key, one), (_, other) in zip(ours.state_dict().items(), before.state_dict().items()):
         assert torch.equal(one, other), key
-    groups = [build_optimizer(*each).param_groups for each in ((same, ours), (plain, before))]
-    one, other = ([{**group, "params": None} for group in each] for each in groups)
-    assert one == other
+    for rule in RULES:
+        optimizer = replace(plain, optimizer=OptimizerConfig(name=rule)).resolve().optimizer
+        pairs = [
+            (replace(same, optimizer=optimizer), ours),
+            (replace(plain, optimizer=optimizer), before),
+        ]
+        groups = [build_optimizer(*each).param_groups for each in pairs]
+        one, other = ([{**group, "params": None} for group in each] for each in groups)
+        assert one == other
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,6 +149,21 @@ def test_a_size_is_taken_as_a_shape_and_no_more():
     assert (twin.base, factors.layers) == ((64, 256), 12)
     assert factors.twins["blocks.11.mlp.proj.weight"].base == (256, 704)
     assert factors.multipliers["attention"] == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rule", RULES)
+def test_nor_does_it_change_a_step(name, rule):
+    plain = config(name, optimizer={"name": rule})
+    assert measured(based(plain, plain), 20) == measured(plain, 20)
+
+
+def test_a_plugins_own_settings_name_its_base():
+    large = config("plain", {"width": 16, "n_head": 2, "mlp_ratio": 4}, training={"seq_len": 8})
+    factors = factors_of(build_run_model(large, 64), large.transfer)
+    assert factors.multipliers == {"logits": 0.5, "residual": 1, "attention": 1}
+    assert factors.twins["blocks.0.mlp.proj.weight"].base == (16, 64)
 
 
 def test_mistakes_are_refused_in_one_line():

@@ -76,7 +76,8 @@ def measured(config: ResolvedConfig, steps: int, seed: int = 0) -> dict[str, flo
     init_weights(model, seed, None, None if factors is None else factors.std)
     optimizer = build_optimizer(config, model)
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
+    rows, length = min(VOCABULARY, model.vocab_rows), min(LENGTH, model.seq_len)
+    tokens = torch.randint(rows, (SEQUENCES, length + 1), generator=generator)
     gradients: dict[str, float] = {}
     for step in range(steps):
         logits = model.head(model(tokens[:, :-1]))
