@@ -29,6 +29,7 @@ NAMES = {
     "report",
     "runs",
     "train",
+    "transfer",
 }
 
 

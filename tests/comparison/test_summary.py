@@ -46,7 +46,14 @@ def test_what_is_left_out_is_said(tmp_path):
         for name, state in [("a", "done"), ("b", "diverged")]
     ]
     result = ContenderResult("adamw", "adamw", {"lr": 1.0}, {}, [3.0], 3.0, None, None, None, "")
-    study = SimpleNamespace(folder=tmp_path, seeds=[0, 1], contenders=[], grid={}, baseline="adamw")
+    study = SimpleNamespace(
+        of_optimizers=True,
+        folder=tmp_path,
+        seeds=[0, 1],
+        contenders=[],
+        grid={},
+        baseline="adamw",
+    )
     for name in ("a", "b", "c"):
         (tmp_path / "trials" / name).mkdir(parents=True)
         (tmp_path / "trials" / name / "trial.toml").touch()
@@ -107,7 +114,12 @@ def test_of_two_values_only_the_learning_rate_has_an_edge():
 def test_edges_and_a_missing_baseline_are_said_once(tmp_path):
     names = [SimpleNamespace(name=name, rule=name) for name in ("muon", "mars-m")]
     study = SimpleNamespace(
-        folder=tmp_path, seeds=[0], contenders=names, grid={"gamma": [0.1, 0.2]}, baseline=None
+        of_optimizers=True,
+        folder=tmp_path,
+        seeds=[0],
+        contenders=names,
+        grid={"gamma": [0.1, 0.2]},
+        baseline=None,
     )
     edges = {"gamma": "highest", "betas[0]": "lowest"}
     found = notes(study, [result("mars-m", [1.0], edges), result("muon", [2.0])], [])

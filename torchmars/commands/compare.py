@@ -3,7 +3,9 @@
 import importlib.util
 import math
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +41,7 @@ from torchmars.core.files import write_durably
 from torchmars.core.locks import locked
 from torchmars.core.options import words
 from torchmars.core.words import counted
-from torchmars.optim.rules import variance_reduced
+from torchmars.optim.rules import RULES, variance_reduced
 
 PROG = "torchmars compare"
 TABLES = ("table.md", "table.csv")
@@ -66,6 +68,9 @@ class Compare:
     """Weight decays to try with each learning rate."""
     gamma_grid: str | None = None
     """Values of gamma to try with each of these, for mars-*."""
+    lr_rest_grid: str | None = None
+    """Learning rates of embeddings, heads and vectors to try with each of these, for muon and
+    mars-m."""
     betas_grid: str | None = None
     """Betas to try with each of these: "0.9:0.95,0.95:0.99"."""
     baseline: str | None = None
@@ -124,6 +129,8 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
         raise UserError("--widen needs two learning rates or more, to know by which ratio")
     if "gamma" in grid and not any(variance_reduced(each.rule) for each in contenders):
         raise UserError("--gamma-grid has no meaning: none of --optimizers is a mars-*")
+    if "lr_rest" in grid and not any(has_lr_rest(each.rule) for each in contenders):
+        raise UserError("--lr-rest-grid has no meaning: none of --optimizers is muon or mars-m")
     folder = Path(options.folder or f"comparisons/{config.run.name}")
     return Study(
         folder,
@@ -140,12 +147,27 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
 
 def make_grid(options: Compare) -> Grid:
     """Return the values to try of each setting, in ascending order."""
-    given = {
-        "lr": options.lr_grid,
-        "weight_decay": options.weight_decay_grid,
-        "gamma": options.gamma_grid,
-        "betas": options.betas_grid,
-    }
+    return read_grid(
+        {
+            "lr": options.lr_grid,
+            "weight_decay": options.weight_decay_grid,
+            "gamma": options.gamma_grid,
+            "lr_rest": options.lr_rest_grid,
+            "betas": options.betas_grid,
+        }
+    )
+
+
+def has_lr_rest(rule: str) -> bool:
+    """Return whether a rule has a rate of its own for embeddings, heads and vectors."""
+    return rule in RULES and "lr_rest" in RULES[rule].defaults
+
+
+def read_grid(given: Mapping[str, str | None]) -> Grid:
+    """Return the values of options --NAME-grid, by setting, in ascending order.
+
+    Raises `UserError`.
+    """
     grid: Grid = {}
     for name, text in given.items():
         if text is not None:
@@ -189,12 +211,37 @@ def check_trials(study: Study) -> None:
 
 
 def compare(study: Study, options: Compare) -> bool:
-    """Run the trials that are left, write and print the results; return whether all ended."""
+    """Run the trials that are left, and print the results; return whether all ended."""
+    complete, found = run_study(
+        study,
+        options.jobs or 1,
+        options.slurm,
+        partial(comparison_heading, study),
+        lambda found: (markdown(found), csv_text(found)),
+    )
+    folder = str(study.folder)
+    say(*lines(found), f"{folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
+    say(*next_commands(("torchmars", "report", folder), ("torchmars", "runs", folder)))
+    return complete
+
+
+def run_study(
+    study: Study,
+    jobs: int,
+    slurm: bool,
+    heading: Callable[[str], list[str]],
+    tables: Callable[[Comparison], tuple[str, str]],
+) -> tuple[bool, Comparison]:
+    """Run the trials that are left, and write results, plots and `tables`, as Markdown and CSV.
+
+    `heading` says what is run, given how in words. Returns whether all trials ended, and what was
+    found. Raises `UserError`.
+    """
     # Here, since they bring torch, and mistakes are said before.
     from torchmars.comparison import execution, summary
     from torchmars.reports.comparison_plots import plot_comparison
 
-    runner = execution.make_runner(study, options.jobs or 1, options.slurm)
+    runner = execution.make_runner(study, jobs, slurm)
     folder = str(study.folder)
     with (
         file_errors(f"cannot write to {folder}", "set --folder to one you can write"),
@@ -202,7 +249,7 @@ def compare(study: Study, options: Compare) -> bool:
     ):
         study.folder.mkdir(parents=True, exist_ok=True)
         settings = check_settings(study)
-        say(*comparison_heading(study, runner.describe()))
+        say(*heading(runner.describe()))
         keep_compiled_in(study.folder / "compile_cache", "--folder")
         runner.prepare()
         write_durably(study.folder / SETTINGS_FILE, tomli_w.dumps(settings))
@@ -210,7 +257,7 @@ def compare(study: Study, options: Compare) -> bool:
 
         def write() -> Comparison:
             found = summary.summarise(study, results)
-            for name, text in zip(TABLES, (markdown(found), csv_text(found))):
+            for name, text in zip(TABLES, tables(found)):
                 write_durably(study.folder / name, text)
             write_comparison(found, study.folder)
             return found
@@ -219,9 +266,7 @@ def compare(study: Study, options: Compare) -> bool:
         complete = execution.run_trials(study, results, runner, write)
         found = write()
         plot_comparison(found, study.folder)
-    say(*lines(found), f"{folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
-    say(*next_commands(("torchmars", "report", folder), ("torchmars", "runs", folder)))
-    return complete
+    return complete, found
 
 
 def comparison_heading(study: Study, how: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Optimizers that compete: the shipped ones by name, and a user's own files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchmars.config.history import renewed
@@ -18,11 +18,13 @@ CONTROL = "adamw-mars-betas"
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer that takes part."""
+    """An optimizer that takes part, or a size of the model."""
 
     name: str
     table: Tables
     """Its [optimizer] section. Values of the grid override it."""
+    sections: Tables = field(default_factory=dict)
+    """Other sections that are its own, whole."""
 
     @property
     def rule(self) -> str:

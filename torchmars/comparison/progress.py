@@ -44,6 +44,7 @@ class TrialsProgress(ProgressBar):
         ended = [trial for trial in trials if self.result(trial).state != "pending"]
         # The trials of the other seeds are not yet known of a contender that is being tuned.
         others = sum(not plan.tuned for plan in plans) * (len(self.study.seeds) - 1)
+        others *= self.study.seed_trials
         return ended, len(trials) - len(ended) + others
 
     def show(self, plans: list[TrialPlan], running: Collection[str], now: bool = False) -> None:

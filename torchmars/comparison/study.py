@@ -4,14 +4,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torchmars.comparison.contenders import Contender
 from torchmars.comparison.results import Edges, Grid, Settings, TrialResult, Value, numbers_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
-from torchmars.optim.rules import variance_reduced
+from torchmars.optim.rules import RULES
 
 SHORT_NAMES = {"weight_decay": "wd"}  # of settings, in the names of trials
 MOST_WIDENINGS = 4  # learning rates that are added at each end of a grid
@@ -37,6 +37,11 @@ class Trial:
 class Study:
     """The contenders, and how they are compared."""
 
+    of_optimizers: ClassVar[bool] = True
+    """Whether the contenders are optimizers."""
+    seed_trials: ClassVar[int] = 1
+    """How many trials each other seed gets."""
+
     folder: Path
     arguments: list[str]
     """The config files and options that all trials share."""
@@ -60,7 +65,7 @@ class Study:
             f"{SHORT_NAMES.get(name, name)}{text_of(value)}" for name, value in settings.items()
         ]
         name = "-".join([contender.name, *parts, f"seed{seed}"])
-        tables = asdict(self.base)
+        tables = asdict(self.base) | contender.sections
         tables["run"] |= {"name": name, "folder": str(self.folder / "trials"), "seed": seed}
         tables["optimizer"] = contender.table | settings
         tables["validation"]["sample_tokens"] = 0
@@ -75,8 +80,8 @@ class Study:
     def tuning(self, contender: Contender, lrs: Sequence[Value]) -> list[Trial]:
         """Return the trials of a contender's grid, with these learning rates."""
         grid = self.grid | {"lr": list(lrs)}
-        if not variance_reduced(contender.rule):
-            grid.pop("gamma", None)
+        known = RULES[contender.rule].defaults if contender.rule in RULES else grid
+        grid = {name: values for name, values in grid.items() if name in known}
         points = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
         return [self.trial(contender, point, self.seeds[0]) for point in points]
 
@@ -99,9 +104,18 @@ class Study:
             edges = edges_of(best.settings, self.grid | {"lr": list(lrs)})
             wider = self.wider(contender, lrs, edges.get("lr")) if self.widen else None
             if wider is None:
-                others = [self.trial(contender, best.settings, seed) for seed in self.seeds[1:]]
+                repeated = self.repeated(best.settings, lrs)
+                others = [
+                    self.trial(contender, settings, seed)
+                    for seed in self.seeds[1:]
+                    for settings in repeated
+                ]
                 return TrialPlan([*trials, *others], True, best.settings, edges)
             lrs = wider
+
+    def repeated(self, best: Settings, lrs: list[float]) -> list[Settings]:
+        """Return the settings that the other seeds get, of those tried with these rates."""
+        return [best]
 
     def wider(
         self, contender: Contender, lrs: list[float], edge: Literal["lowest", "highest"] | None

@@ -1,0 +1,130 @@
+"""Sizes of a model that are tuned side by side: names, the parabola, and the command."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.comparison.conftest import start_quickly
+from torchmars.comparison import local
+from torchmars.comparison.sizes import find_sizes, lowest
+from torchmars.config.load import config_of
+from torchmars.core.errors import UserError
+from torchmars.optim.rules import RULES
+
+LLAMA = {"name": "llama", "n_layer": 2, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "n_inner": 64}
+
+
+def config_with(**tables):
+    return config_of([("in a test", {"model": LLAMA, "optimizer": {"name": "adamw"}} | tables)])
+
+
+@pytest.mark.parametrize("rates", [(1e-3, 2e-3, 4e-3), (1e-3, 3e-3, 4e-3), (2.0, 3.0, 50.0)])
+def test_the_best_rate_is_that_of_a_parabola(rates):
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        middle, left, right = generator.uniform(1, 2, 3)
+        losses = [middle + left, middle, middle + right]
+        a, b, _ = np.polyfit(np.log(rates), losses, 2)
+        found = lowest({0.5 * rates[0]: 9.0, **dict(zip(rates, losses)), 2 * rates[-1]: 9.0})
+        assert found == pytest.approx(np.exp(-b / (2 * a)), rel=1e-6)
+        assert rates[0] < found < rates[2]
+
+
+def test_a_rate_at_an_end_is_none():
+    assert lowest({1.0: 1.0, 2.0: 2.0, 4.0: 3.0}) is lowest({1.0: 3.0, 2.0: 2.0, 4.0: 1.0}) is None
+    assert lowest({}) is lowest({1.0: 1.0}) is None
+    assert lowest({1.0: 2.0, 2.0: 2.0, 4.0: 2.0}) is None  # the first of equals
+    assert lowest({1.0: 3.0, 2.0: 2.0, 4.0: 2.0, 8.0: 2.0}) == pytest.approx(2 * 2**0.5)
+
+
+def test_widths_have_the_least_depth_and_depths_the_least_width():
+    config = config_with(transfer={"n_embd": 16, "depth": "1/L"})
+    base, sizes = find_sizes(config, [32, 64], [2, 4], without=True)
+    assert [size.name for size in sizes] == [
+        *("width32-depth2", "width64-depth2", "width64-depth2-without"),
+        *("width32-depth4", "width32-depth4-without"),
+    ]
+    shape = {"n_layer": 2, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "n_inner": 64}
+    for size in sizes:
+        own = {key: size.sections["model"][key] for key in shape}
+        factor = 2 if "width64" in size.name else 1
+        grown = {key: factor * value for key, value in shape.items()}
+        assert own == grown | {"n_layer": 4 if "depth4" in size.name else 2}
+        named = size.sections["transfer"]
+        if "without" in size.name:
+            assert not named.keys() & shape.keys()
+        else:
+            assert named["depth"] == "1/L" and shape.items() <= named.items()
+    assert base.model.n_embd == base.transfer.n_embd == 32
+
+
+def test_a_width_that_is_no_multiple_of_a_head_is_one_line():
+    with pytest.raises(UserError, match=r"width 40 is 1\.25 times 32, and so model\.n_head = 2"):
+        find_sizes(config_with(), [32, 40], [], without=False)
+
+
+@pytest.fixture
+def transfer(call, config, monkeypatch):
+    """Runs `torchmars transfer tiny.toml ARGS`."""
+    monkeypatch.setattr(local, "start_process", start_quickly)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    return lambda *args: call("transfer", config, *args)
+
+
+def test_mistakes_are_one_line(transfer, tmp_path):
+    widths = ("--widths", "32,64")
+    for args, wrong in [
+        ((), "name two sizes or more"),
+        (("--widths", "64"), "name two sizes or more"),
+        (("--widths", "64,many"), "--widths: 'many' is no number of a size"),
+        (("--depths", "0,2"), "--depths: '0' is no number of a size"),
+        (widths, "--lr-grid is missing: give the learning rates to try, or --check"),
+        ((*widths, "--lr-grid", "1,x"), "--lr-grid: 'x' is no number"),
+        ((*widths, "--lr-grid", "1,2", "--validation.interval", "0"), "validation.interval = 0"),
+        ((*widths, "--lr-grid", "1,2", "--slurm", "--jobs", "2"), "--jobs has no meaning"),
+        ((*widths, "--lr-grid", "0,2"), "optimizer.lr must be more than 0"),
+    ]:
+        code, out, err = transfer(*args)
+        assert code == 2 and not out and err.count("\n") == 1 and wrong in err, (args, err)
+    assert not (tmp_path / "transfers").exists()
+
+
+def test_check_tells_by_its_exit_code(transfer, monkeypatch):
+    args = ["--widths", "64,128,256", "--check", "--optimizer.name", "adamw"]
+    args += ["--optimizer.lr", "3e-3", "--without"]
+    code, out, err = transfer(*args)
+    assert code == 0 and not err and "Sizes stay the same: learning rates transfer." in out
+    assert "after 4 steps, without" in out and " !" in out  # of what is not transferred
+    adamw = RULES["adamw"]
+    monkeypatch.setattr(type(adamw), "lr_factor", lambda *_: 1.0)  # as if the matrices' rate stayed
+    code, out, _ = transfer(*args)
+    assert code == 1 and "learning rates do not transfer" in out
+
+
+@pytest.mark.full
+def test_every_size_is_tuned_and_the_command_resumes(transfer, tmp_path):
+    args = ["--widths", "32,64", "--lr-grid", "1e-3,4e-3,1.6e-2,6.4e-2", "--seeds", "2"]
+    args += ["--without", "--jobs", "2", "--optimizer.name", "adamw"]
+    code, out, err = transfer(*args)
+    assert code == 0, err
+    folder = tmp_path / "transfers" / "tiny"
+    found = json.loads((folder / "results.json").read_text())
+    names = ["width32", "width64", "width64-without"]
+    rows = [line.split()[0] for line in out.splitlines() if line.startswith("width")]
+    assert [row for row in rows if not row.endswith(":")] == names  # the others tell of a trial
+    first = [each for each in found["trials"] if each["seed"] == 0]
+    assert [each["contender"] for each in first] == [name for name in names for _ in range(4)]
+    others = {name: 0 for name in names}
+    for each in found["trials"]:
+        others[each["contender"]] += each["seed"] == 1
+    assert all(2 <= count <= 3 for count in others.values())  # the best and its neighbours
+    table = (folder / "table.md").read_text()
+    assert "at the base's rate" in table and (folder / "loss_by_lr.svg").exists()
+    logs = sorted(folder.glob("trials/*/metrics.jsonl"))
+    before = [log.stat().st_mtime_ns for log in logs]
+    assert transfer(*args)[0] == 0
+    assert [log.stat().st_mtime_ns for log in logs] == before
+    code, _, err = transfer("--widths", "16,32", "--lr-grid", "1e-3", "--optimizer.name", "adamw")
+    assert code == 2 and "has a comparison with other settings: " in err

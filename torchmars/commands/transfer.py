@@ -1,0 +1,145 @@
+"""Check that learning rates of a small model hold for larger ones."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from torchmars.commands.compare import TABLES, read_grid, run_study
+from torchmars.comparison.results import RESULTS_FILE, Comparison, Grid
+from torchmars.comparison.study import Study
+from torchmars.comparison.tables import csv_text, markdown_table
+from torchmars.comparison.words import seeds_text
+from torchmars.config import ResolvedConfig
+from torchmars.config.load import load_command
+from torchmars.core.bounds import Place, Range
+from torchmars.core.console import labelled, next_commands, say
+from torchmars.core.errors import (
+    EXIT_STOPPED,
+    Ended,
+    UserError,
+    exit_on_user_error,
+    missing_package,
+)
+from torchmars.core.options import words
+from torchmars.core.tables import table
+from torchmars.core.words import counted
+
+PROG = "torchmars transfer"
+
+
+@dataclass
+class CheckTransfer:
+    """Check that learning rates of a small model hold for larger ones.
+
+    The smallest size is the base: it names the config's [transfer] anew, of which depth, decay and
+    embedding stay. Every size is trained at every rate. Prints and writes the best rate of each
+    size, and a plot with a line for each. Whatever ends it, the same command resumes.
+    """
+
+    widths: str | None = None
+    """Widths of the model: "64,128,256". What grows with them is said by the family: heads, the
+    width of the MLP."""
+    depths: str | None = None
+    """Numbers of blocks: "2,4,8"."""
+    check: bool = False
+    """Train nothing: only look, in seconds, whether what models compute stays of one size after
+    four steps at optimizer.lr. Exit code 1 where it does not."""
+    lr_grid: str | None = None
+    """Learning rates to try: "1e-3,2e-3,4e-3"."""
+    lr_rest_grid: str | None = None
+    """Learning rates of embeddings, heads and vectors to try with each of these, for muon and
+    mars-m."""
+    seeds: Annotated[int, Range(1, 1_000)] = 1
+    """Seeds, from run.seed on. The first has the whole grid, the others the best rate of each size
+    and its two neighbours."""
+    without: bool = False
+    """Also train each larger size as it is without [transfer]."""
+    widen: bool = False
+    """Where the best learning rate is the lowest or the highest, try up to four more beyond it."""
+    jobs: Annotated[int, Range(1, 1_000)] | None = None
+    """Trials at a time on this machine, which share its GPUs and cores. Default: 1."""
+    slurm: bool = False
+    """Submit each trial as a SLURM job of one machine."""
+    folder: Annotated[str, Place()] | None = None
+    """Folder of the trials. Default: transfers/NAME by the config's run.name."""
+
+
+def main() -> None:
+    """Check, or train, the sizes that the command line names."""
+    with exit_on_user_error():
+        options, config, rest = load_command(CheckTransfer, sys.argv[1:], PROG)
+        widths = read_sizes(options.widths, "--widths")
+        depths = read_sizes(options.depths, "--depths")
+        if max(len(widths), len(depths)) < 2:
+            raise UserError("name two sizes or more: --widths 64,128,256, or --depths 2,4,8")
+        grid = check_training(options, config) if not options.check else {}
+        from torchmars.comparison import sizes  # it brings torch, and mistakes are said before
+
+        if options.check:
+            lines, good = sizes.check_sizes(config, widths, depths, options.without)
+            say(*lines)
+            raise Ended(0 if good else 1)
+        folder = Path(options.folder or f"transfers/{config.run.name}")
+        config = replace(config, run=replace(config.run, folder=str(folder / "trials")))
+        base, contenders = sizes.find_sizes(config, widths, depths, options.without)
+        seeds = [config.run.seed + number for number in range(options.seeds)]
+        study = sizes.SizeStudy(
+            folder, rest, base, contenders, grid, seeds, None, options.widen, False
+        )
+        if not train(study, options, partial(sizes.rate_rows, base=contenders[0].name)):
+            raise Ended(EXIT_STOPPED)
+
+
+def read_sizes(text: str | None, option: str) -> list[int]:
+    """Return the numbers of an option; none if it is not given. Raises `UserError`."""
+    found = words(text, option) if text is not None else []
+    for word in found:
+        if not (word.isascii() and word.isdecimal() and 0 < int(word) < 10**6):
+            raise UserError(f"{option}: {word!r} is no number of a size: write 64,128,256")
+    return sorted({int(word) for word in found})
+
+
+def check_training(options: CheckTransfer, config: ResolvedConfig) -> Grid:
+    """Return the rates to try. Raises `UserError` for what trials cannot do without."""
+    for package in ("scipy", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise missing_package(package, PROG, "compare")
+    if options.lr_grid is None:
+        raise UserError("--lr-grid is missing: give the learning rates to try, or --check")
+    if not config.validation.interval:
+        raise UserError(
+            "validation.interval = 0: rates are compared by the validation loss, so set the steps "
+            "between validations"
+        )
+    if options.slurm and options.jobs is not None:
+        raise UserError("--jobs has no meaning beside --slurm: leave one of them out")
+    return read_grid({"lr": options.lr_grid, "lr_rest": options.lr_rest_grid})
+
+
+def train(
+    study: Study, options: CheckTransfer, rows: Callable[[Comparison], list[list[str]]]
+) -> bool:
+    """Train the sizes at all rates, and print `rows` of it; return whether all trials ended."""
+    names = [size.name for size in study.contenders]
+    trials = sum(len(study.tuning(size, study.lrs)) for size in study.contenders)
+    complete, found = run_study(
+        study,
+        options.jobs or 1,
+        options.slurm,
+        lambda how: [
+            *labelled("transfer", ", ".join(names), f"the base is {names[0]}"),
+            *labelled("trials", f"at least {trials}, with {seeds_text(study.seeds)}", how),
+            *labelled("steps", f"{counted(study.base.training.steps, 'step')} each"),
+            *labelled("folder", str(study.folder)),
+        ],
+        lambda found: (markdown_table(rows(found)) + "\n", csv_text(found)),
+    )
+    folder = str(study.folder)
+    say("", *table(rows(found), right=range(1, 5)), "", *found.notes)
+    say(f"{folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
+    say(*next_commands(("torchmars", "report", folder), ("torchmars", "runs", folder)))
+    return complete
