@@ -1,19 +1,36 @@
 """Trials as processes of this machine, several at a time."""
 
+import contextlib
+import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from torchmars.benchmark.measure import ranks_of
 from torchmars.cluster.callers import start_launcher
 from torchmars.cluster.environment import cores_of, read_environment
+from torchmars.cluster.signals import send_once_gone
 from torchmars.comparison.study import Study, Trial
 from torchmars.comparison.trials import OUTPUT_FILE, write_trial
 from torchmars.core.device import limited_to, visible_gpus
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.words import counted
 from torchmars.training.preparation import prepare_run
+
+
+class Process(Protocol):
+    """A trial that was started."""
+
+    def poll(self) -> int | None:
+        """Return its exit code, -n for signal n; None while it runs."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it a signal."""
 
 
 class LocalTrials:
@@ -32,7 +49,7 @@ class LocalTrials:
         self.ranks = ranks_of(study.base, share or 1)
         given = read_environment(os.environ).OMP_NUM_THREADS
         self.threads = given or max(1, cores_of(os.environ) // (jobs * self.ranks))
-        self.running: dict[str, tuple[Trial, subprocess.Popen[bytes], str]] = {}
+        self.running: dict[str, tuple[Trial, Process, str]] = {}
 
     def describe(self) -> str:
         """Return how trials are run, in words."""
@@ -80,8 +97,62 @@ class LocalTrials:
         return f"waiting for {counted(len(self.running), 'trial')} to save"
 
 
-def start_process(file: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start `torchmars train` on the config of a trial, whose output goes to a file beside it."""
+class ForkedTrial:
+    """A trial of one rank without a GPU, forked from a process that has imported all it needs.
+
+    So a small trial starts in half a second, where a launcher and its rank import for ten.
+    """
+
+    def __init__(self, file: Path, variables: dict[str, str]) -> None:
+        forks = multiprocessing.get_context("forkserver")
+        forks.set_forkserver_preload(["torchmars.train", "torchmars.training.trainer"])
+        threads = {"OMP_NUM_THREADS": variables["OMP_NUM_THREADS"]}
+        with changed_variables(threads):  # the server reads it where it imports torch
+            self.process = forks.Process(target=train_alone, args=(file, variables))
+            self.process.start()
+
+    def poll(self) -> int | None:
+        """Return its exit code, -n for signal n; None while it runs."""
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+def train_alone(file: Path, variables: dict[str, str]) -> None:
+    """Train a trial in this process, which is forked. It saves and ends once its server is gone.
+
+    The server ends with the process that has started it.
+    """
+    os.setsid()  # else a terminal would send it Ctrl-C too
+    os.environ.clear()
+    os.environ.update(variables)
+    send_once_gone(os.getppid(), signal.SIGTERM)
+    with (file.parent / OUTPUT_FILE).open("ab") as output, open(os.devnull) as nothing:
+        for stream, number in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(stream.fileno(), number)
+    sys.argv = ["torchmars train", str(file)]
+    importlib.import_module("torchmars.train").main()
+
+
+@contextlib.contextmanager
+def changed_variables(variables: dict[str, str]) -> Iterator[None]:
+    """Change variables of the environment in the body."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def start_process(file: Path, variables: dict[str, str]) -> Process:
+    """Start to train the config of a trial, whose output goes to a file beside it."""
+    if variables.get("NGPU") == "1" and not visible_gpus():
+        return ForkedTrial(file, variables)
     with (file.parent / OUTPUT_FILE).open("ab") as output:
         return start_launcher(
             ["--prepared", str(file)],
