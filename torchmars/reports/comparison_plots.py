@@ -20,6 +20,7 @@ SIZE = (7.0, 4.5)  # inches
 SUFFIXES: dict[str, dict[str, None]] = {"png": {"Software": None}, "svg": {"Date": None}}
 # Curves fall far in their first part. Losses above that at this share of the tokens are cut off.
 SHOWN_FROM = 0.15
+MOST_RATES = 8  # that are written below the learning rate's axis
 # Of the picture of planes, in inches: a cell, and what is beside all cells; in cells: between two
 # planes, where the name of the lower one stands. How strong the color of the lowest loss is.
 CELL, MARGINS, GAP, STRONGEST = (0.85, 0.3), (1.6, 0.9), 1.2, 0.75
@@ -94,6 +95,10 @@ def draw_tuning(axes: Any, found: Comparison) -> None:
         where = axes.get_xaxis_transform()
         axes.plot(missing, [1.0] * len(missing), "x", color=color, transform=where, clip_on=False)
     axes.set_xscale("log")
+    rates = sorted({each.settings["lr"] for each in trials})
+    shown = rates[:: -(-len(rates) // MOST_RATES) or 1]
+    axes.set_xticks(shown, [f"{rate:.3g}" for rate in shown])
+    axes.minorticks_off()
     axes.set_xlabel("learning rate")
 
 
