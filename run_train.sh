@@ -34,11 +34,13 @@
 # 128 + n ended by signal n; else a crash.
 set -euo pipefail
 
-root=$(dirname "$0")
+places=("$(dirname "$0")")
 batch=false
 if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     batch=true
-    root=$SLURM_SUBMIT_DIR  # $0 is a copy that SLURM made
+    # $0 is a copy that SLURM made; the job knows the script, and its arguments on the same line.
+    script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p' || true)
+    places+=("${script%%/run_train.sh*}" "$SLURM_SUBMIT_DIR")
     if [ -z "${RDZV_ENDPOINT+set}" ]; then  # the nodes meet at the first one, at a port to be found
         export RDZV_ENDPOINT TORCHMARS_JOB_ENDPOINT
         nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -47,6 +49,9 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     fi
     export RDZV_TOKEN=${RDZV_TOKEN-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 fi
+for root in "${places[@]}"; do
+    [ ! -e "$root/torchmars/__init__.py" ] || break  # the repository
+done
 trap 'exit 130' INT  # also where Python is about to end well
 has='import sys, torchmars; from importlib.util import find_spec; sys.exit(not find_spec("torch"))'
 for python in python python3 "$root/.venv/bin/python" ""; do
@@ -57,15 +62,18 @@ done
 if [ -z "$python" ]; then
     problem="there is no python on the PATH: install one"
     if command -v python || command -v python3; then
-        root=$(cd "$root" && pwd)
-        problem="no Python here has torchmars: python3 -m venv $root/.venv &&"
-        problem+=" $root/.venv/bin/pip install -e $root makes one that this script finds"
+        problem="no Python here has torchmars: install it"
+        if [ -e "$root/torchmars/__init__.py" ]; then
+            root=$(cd "$root" && pwd)
+            problem="no Python here has torchmars: python3 -m venv $root/.venv &&"
+            problem+=" $root/.venv/bin/pip install -e $root makes one that this script finds"
+        fi
     fi > /dev/null
     echo "error: $problem, or activate the environment that has torchmars" >&2
     exit 2
 fi
 trap - INT
-files=("${CONFIG_FILE-$root/train_configs/quickstart.toml}")
+files=("${CONFIG_FILE-quickstart.toml}")
 if [ ! -e "${files[0]}" ]; then  # several names, unless it is one with spaces
     set -f
     read -r -d '' -a files <<< "${files[0]}" || true

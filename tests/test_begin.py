@@ -77,6 +77,13 @@ def test_the_script_before_the_installation_is_one_line(bare, tmp_path):
     project = tmp_path / "project"  # which has no environment, as this clone may have
     project.mkdir()
     script = shutil.copy(ROOT / "run_train.sh", project)
+    copy = bare(script)  # in a folder that nobody can install
+    assert copy.returncode == 2 and copy.stderr == (
+        "error: no Python here has torchmars: install it, or activate the environment that has "
+        "torchmars\n"
+    )
+    (project / "torchmars").mkdir()
+    (project / "torchmars" / "__init__.py").touch()
     ended = bare(script)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (

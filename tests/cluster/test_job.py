@@ -1,6 +1,7 @@
-"""What run_train.sh does with the end of a SLURM job, whose commands and Python are stubs here."""
+"""How run_train.sh starts and ends in a SLURM job, whose commands and Python are stubs here."""
 
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -63,3 +64,54 @@ def test_a_failure_at_once_comes_back_once(end, code):
 def test_ranks_that_never_connect_come_back_once_however_long_they_waited(end):
     assert [end(69, seconds=400), end(69, seconds=400)] == [True, False]
     assert [end(75), end(1, seconds=400), end(1, seconds=400)] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    "command,found",
+    [
+        ("{clone}/run_train.sh", True),
+        ("{clone}/run_train.sh --run.name b/run_train.sh", True),
+        ("{tmp}/script", False),  # a copy elsewhere
+        ("(null)", False),  # sbatch < run_train.sh
+    ],
+)
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_job_from_another_folder_finds_the_clone_of_its_script(
+    tmp_path, command, found, installed
+):
+    """Its environment and, without one, the line that makes it there; the config is the default."""
+    clone, other = tmp_path / "a clone", tmp_path / "else where"
+    for folder in (clone / "torchmars", clone / ".venv" / "bin", other):
+        folder.mkdir(parents=True)
+    (clone / "torchmars" / "__init__.py").touch()
+    said = f"JobState=RUNNING\n   Command={command.format(clone=clone, tmp=tmp_path)}"
+    scripts = {
+        tmp_path / "python": "exit 1",
+        tmp_path / "python3": "exit 1",
+        tmp_path / "srun": 'echo "srun ${@: -2}"',
+        tmp_path / "scontrol": f"[ $2 = hostnames ] && echo n1 || echo '{said}'",
+    }
+    if installed:
+        scripts[clone / ".venv" / "bin" / "python"] = '[ "$1" = -c ] || echo "python $@"'
+    for path, script in scripts.items():
+        path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+        path.chmod(0o755)
+    shutil.copy(ROOT / "run_train.sh", tmp_path / "slurm_script")
+    variables = {
+        "PATH": f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin",
+        "ENVIRONMENT": "BATCH",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_SUBMIT_DIR": str(other),
+    }
+    ended = subprocess.run(
+        ["bash", "../slurm_script"], cwd=other, env=variables, capture_output=True, text=True
+    )
+    if found and installed:
+        assert ended.returncode == 0, ended.stderr
+        assert "python -m torchmars train --prepare quickstart.toml\n" in ended.stdout
+        assert f"srun {clone}/.venv/bin/python quickstart.toml\n" in ended.stdout
+        return
+    remedy = f": python3 -m venv {clone}/.venv && " if found else ": install it, or activate"
+    assert ended.returncode == 2 and f"no Python here has torchmars{remedy}" in ended.stderr
