@@ -22,11 +22,16 @@ def printed(call):
 
 def test_each_value_has_where_it_is_from_and_reads_back(printed, tmp_path):
     file = tmp_path / "small.toml"
-    file.write_text("training.steps = 4\n")
+    file.write_text(
+        'training.steps = 4\ndata.mixture = [{source = "text:a, ]*", weight = 2}]\n'
+        'metrics.wandb_tags = ["a, ]", "b"]\n'
+    )
     options = ("--optimizer.betas", "0.8,0.9")
     lines = printed(file, *options)
     assert lines["training.steps"] == ("training.steps = 4", f"# in {file}")
-    assert lines["optimizer.betas"] == ("optimizer.betas = [ 0.8, 0.9, ]", "# on the command line")
+    assert lines["optimizer.betas"] == ("optimizer.betas = [0.8, 0.9]", "# on the command line")
+    assert lines["metrics.wandb_tags"][0] == 'metrics.wandb_tags = ["a, ]", "b"]'
+    assert lines["run.plugins"][0] == "run.plugins = []"
     assert lines["training.z_loss"] == ("training.z_loss = 0.0", "# default")
     assert lines["optimizer.gamma"] == ("optimizer.gamma = 0.025", "# follows from others")
     again = tmp_path / "again.toml"
@@ -43,3 +48,25 @@ def test_what_a_run_has_otherwise(printed, config, tmp_path):
         "validation.interval": "0 -> 2",
         "optimizer.gamma": "0.025 -> 0.5",
     }
+
+
+def test_what_a_run_has_derived_itself_is_no_difference(call, config, tmp_path):
+    """Only a config that says otherwise differs."""
+    derived = {
+        "--training.dtype": "bfloat16",
+        "--training.compile": "true",
+        "--optimizer.matrix_dtype": "mixed",
+        "--optimizer.zero_mean_routers": "false",
+        "--checkpoint.init_from": "hf:some/model@0a1b2c",
+    }
+    words = [word for pair in derived.items() for word in pair]
+    (tmp_path / "config.toml").write_text(config_text(load_config([str(config), *words], "test")))
+    args = ["config", config, "--training.dtype", "auto", "--diff", tmp_path]
+    assert call(*args, "--checkpoint.init_from", "hf:some/model")[1] == "nothing differs\n"
+    others = ["--training.compile", "false", "--optimizer.matrix_dtype", "float32"]
+    found = call(*args, *others, "--checkpoint.init_from", "hf:some/mode")[1]
+    assert found.splitlines() == [
+        "training.compile        true -> false",
+        'optimizer.matrix_dtype  "mixed" -> "float32"',
+        'checkpoint.init_from    "hf:some/model@0a1b2c" -> "hf:some/mode"',
+    ]

@@ -13,11 +13,8 @@ from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
 from torchmars.config import ResolvedConfig, identity_fields, reported_sections
-from torchmars.config.compile import COMPILE
-from torchmars.config.config import kind_of
-from torchmars.config.dtypes import COMPUTE, MATRIX
+from torchmars.config.config import OF_RANKS, kind_of
 from torchmars.config.history import check_gone
-from torchmars.config.optimizer import ROUTERS
 from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
@@ -132,7 +129,7 @@ def check_same_run(
     was, now = (flattened(json.loads(json.dumps(asdict(each)))) for each in (kind(), config))
     was |= flattened(manifest.config)
     check_gone(manifest.config, lambda _: f"in {folder}")
-    for name in (COMPUTE, MATRIX, COMPILE, ROUTERS):
+    for name in OF_RANKS:
         if now[name] in ("auto", None):  # not resolved yet: it will be what it was
             now[name] = was[name]
     if manifest.tokenizer_sha256 is not None:  # it may have moved

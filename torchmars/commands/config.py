@@ -9,7 +9,8 @@ from typing import Any
 import tomli_w
 
 from torchmars.config import ResolvedConfig
-from torchmars.config.config import kind_of
+from torchmars.config.checkpoint import HF
+from torchmars.config.config import OF_RANKS, kind_of
 from torchmars.config.load import (
     config_from_tables,
     config_of,
@@ -62,13 +63,18 @@ def values_with_sources(
 
 
 def other_values(run: Path, config: ResolvedConfig) -> Iterator[tuple[str, str]]:
-    """Yield the settings that a run has otherwise, with its value and that of `config`."""
+    """Yield the settings that a run has otherwise, with its value and that of `config`.
+
+    Those that the run itself has derived, as `config` would leave it to, are no difference.
+    """
     theirs = set_values(config_from_tables(read_run(run).config, f"in {run}"))
     ours = set_values(config)
     for name in dict.fromkeys([*theirs, *ours]):
-        values = [toml(values[name]) if name in values else "none" for values in (theirs, ours)]
-        if values[0] != values[1]:
-            yield name, " -> ".join(values)
+        was, now = theirs.get(name), ours.get(name)
+        derived = name in OF_RANKS and now in (None, "auto")
+        pinned = str(now).startswith(HF) and str(was).startswith(f"{now}@")
+        if was != now and not derived and not pinned:
+            yield name, " -> ".join("none" if each is None else toml(each) for each in (was, now))
 
 
 def set_values(config: ResolvedConfig) -> dict[str, Any]:
@@ -78,5 +84,8 @@ def set_values(config: ResolvedConfig) -> dict[str, Any]:
 
 def toml(value: Any) -> str:
     """Return a value as TOML, on one line."""
-    lines = tomli_w.dumps({"x": value}).removeprefix("x = ").splitlines()
-    return " ".join(line.strip() for line in lines)
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {toml(item)}' for key, item in value.items())} }}"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").removesuffix("\n")

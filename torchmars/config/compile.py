@@ -8,8 +8,6 @@ import torch
 from torchmars.config import Config, ResolvedConfig
 from torchmars.core.device import is_gpu
 
-COMPILE = "training.compile"
-
 
 def resolve_compile(
     config: ResolvedConfig, device: torch.device, able: bool, tp: int, saved: dict[str, Any] | None

@@ -26,6 +26,14 @@ from torchmars.config.validation import ValidationConfig
 from torchmars.core.places import place
 from torchmars.optim.rules import variance_reduced
 
+# Settings that the ranks of a run derive where its config leaves them "auto" or unset.
+OF_RANKS = {
+    "training.dtype",
+    "training.compile",
+    "optimizer.matrix_dtype",
+    "optimizer.zero_mean_routers",
+}
+
 
 @dataclass(frozen=True)
 class Config:

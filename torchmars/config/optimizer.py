@@ -15,7 +15,6 @@ from torchmars.optim.settings import Betas, Choice, Flag, Number, Setting
 
 T = TypeVar("T")
 Rule = Annotated[str, KeyOf(RULES)]
-ROUTERS = "optimizer.zero_mean_routers"
 GROUPS = ("matrix", "router", "embedding", "head", "vector")
 
 
