@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -138,6 +139,29 @@ def test_a_wrong_call_is_one_line_that_names_the_argument(model, name):
             with pytest.raises(torchmars.UserError, match=name) as found:
                 call(model)
         assert "\n" not in str(found.value) and len(str(found.value)) < 500, (name, number)
+
+
+NEITHER = "is neither a checkpoint nor a run with one"
+
+
+@pytest.mark.parametrize(
+    "path,said",
+    [
+        ("m", f"m {NEITHER} (it does not exist): did you mean runs/m?"),
+        ("none", f"none {NEITHER} (it does not exist): name one that torchmars runs lists"),
+        ("runs", f"runs {NEITHER}: name one that torchmars runs lists"),
+        (
+            "m.safetensors",
+            "m.safetensors is a file: name a run, a checkpoint or a folder of transformers",
+        ),
+    ],
+)
+def test_a_path_without_a_model_has_a_remedy(path, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "m").mkdir(parents=True)
+    (tmp_path / "m.safetensors").touch()
+    with pytest.raises(torchmars.UserError, match=f"^{re.escape(said)}$"):
+        torchmars.load(path)
 
 
 def test_there_are_a_hundred_of_them():

@@ -122,6 +122,7 @@ def test_a_checkpoint_of_another_version_is_named_and_never_deleted(run):
 
 
 def test_mistakes(tmp_path):
-    for args in (["list", tmp_path], ["verify", tmp_path / "none"]):
+    for args, why in ((["list", tmp_path], ""), (["verify", tmp_path / "none"], "it does not")):
         code, _, err = command(*args)
         assert code == 2 and "has no checkpoints" in err and err.count("\n") == 1
+        assert why in err and err.endswith(": name one that torchmars runs lists\n")

@@ -222,7 +222,7 @@ MISFITS = [
     ({"checkpoint": {"init_from": "hf:FOLDER/none"}}, "there is no folder .*/none$"),
     (
         {"checkpoint": {"init_from": "FOLDER/theirs"}},
-        "nor a run with one: it is a folder of transformers: write hf:.*theirs",
+        "checkpoint.init_from: .*/theirs is a folder of transformers: write hf:.*theirs$",
     ),
     (
         {"checkpoint": {"init_from": "FOLDER/none.safetensors"}},

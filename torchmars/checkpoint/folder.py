@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import TypeVar
 
+from torchmars.config.run import RunConfig
 from torchmars.config.toml_files import read_toml
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
@@ -23,6 +24,7 @@ P = TypeVar("P", bound=PurePath)
 STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 SUFFIXES = "|".join(map(re.escape, (PARTIAL, DELETED, DAMAGED)))
 LEFTOVER = re.compile(rf"{STEP.pattern}(-\d+)?({SUFFIXES})")
+NO_CHECKPOINT = "is neither a checkpoint nor a run with one"
 
 
 def folder_of(run: PurePath) -> PurePath:
@@ -43,6 +45,23 @@ def folder_of(run: PurePath) -> PurePath:
         tell_once(file, folder)
         return folder
     return run if checkpoints(run) else run / DEFAULT
+
+
+def no_checkpoint(run: PurePath, what: str = NO_CHECKPOINT) -> UserError:
+    """Return the error of a path at which there is no checkpoint, with the reason and a remedy."""
+    why = ""
+    if isinstance(run, Path):
+        why = path_problem(run, "folder") or ("" if run.exists() else "it does not exist")
+    why = why and f" ({why})"
+    return UserError(f"{run} {what}{why}: {other_run(run)}")
+
+
+def other_run(run: PurePath, else_name: str = "name one that torchmars runs lists") -> str:
+    """Return the remedy for a path at which there is no run."""
+    meant = Path(RunConfig.folder) / run
+    if isinstance(run, Path) and not os.path.lexists(run) and os.path.isdir(meant):
+        return f"did you mean {meant}?"
+    return else_name
 
 
 @cache

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import P, checkpoints, folder_of
+from torchmars.checkpoint.folder import P, checkpoints, folder_of, no_checkpoint
 from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
@@ -86,15 +86,15 @@ def find_checkpoint(
     It is `folder` itself or, if that is a run, its newest good one. Raises `UserError` if there
     is none.
     """
-    if isinstance(folder, Path) and (wrong := path_problem(folder, "folder")):
-        raise UserError(f"{folder} is neither a checkpoint nor a run with one ({wrong})")
+    if isinstance(folder, Path) and path_problem(folder, "folder"):
+        raise no_checkpoint(folder)
     if MANIFEST in storage_of(folder).list(folder):
         return folder, read_verified(folder, level)
     found = newest_good(
         checkpoints(folder_of(folder)), lambda path: read_verified(path, level), warn
     )
     if found is None:
-        raise UserError(f"{folder} is neither a checkpoint nor a run with one")
+        raise no_checkpoint(folder)
     return found
 
 

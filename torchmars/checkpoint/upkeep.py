@@ -4,7 +4,14 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from torchmars.checkpoint.folder import checkpoints, delete_all, folder_of, leftovers, step_of
+from torchmars.checkpoint.folder import (
+    checkpoints,
+    delete_all,
+    folder_of,
+    leftovers,
+    no_checkpoint,
+    step_of,
+)
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.retention import steps_to_delete
@@ -19,7 +26,6 @@ from torchmars.core.typed import make
 from torchmars.core.words import counted, number_or_dash
 from torchmars.storage.storage import DAMAGED, DELETED
 
-NO_CHECKPOINTS = "name a run's folder, such as runs/quickstart"
 LEFT = {
     PARTIAL: "of a save under way or cut short",
     DAMAGED: "set aside as damaged; prune --damaged deletes it",
@@ -28,11 +34,12 @@ LEFT = {
 
 def checkpoints_of(run: PurePath) -> PurePath:
     """Return the folder of a run's checkpoints. Raises `UserError` if there are none."""
-    if isinstance(run, Path) and (wrong := path_problem(run, "folder")):
-        raise UserError(f"{run} has no checkpoints ({wrong}): {NO_CHECKPOINTS}")
+    what = "has no checkpoints"
+    if isinstance(run, Path) and path_problem(run, "folder"):
+        raise no_checkpoint(run, what)
     folder = folder_of(run)
     if not checkpoints(folder) and not leftovers(folder):
-        raise UserError(f"{run} has no checkpoints: {NO_CHECKPOINTS}")
+        raise no_checkpoint(run, what)
     return folder
 
 

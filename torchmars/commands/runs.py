@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from torchmars.checkpoint.folder import other_run
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
@@ -45,7 +46,8 @@ def main() -> None:
         folder = options.folder
         if isinstance(folder, Path) and not folder.is_dir():
             why = path_problem(folder, "folder") or "it does not exist"
-            raise UserError(f"there are no runs in {folder} ({why}): name a folder of runs")
+            remedy = other_run(folder, "name a folder of runs")
+            raise UserError(f"there are no runs in {folder} ({why}): {remedy}")
         local = isinstance(folder, Path)
         list_runs: Callable[[Any], Sequence[PurePath]] = find_runs if local else stored_runs
         look: Callable[[Any], Overview] = overview if local else stored_overview

@@ -11,7 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from torchmars.checkpoint.folder import checkpoints, folder_of, step_folder, step_of
+from torchmars.checkpoint.folder import (
+    checkpoints,
+    folder_of,
+    no_checkpoint,
+    step_folder,
+    step_of,
+)
 from torchmars.checkpoint.index import read_index, shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.parts import read_index_part
@@ -120,9 +126,11 @@ def checkpoint_of(run: PurePath, step: int) -> PurePath:
     """Return the checkpoint of a run's `step`. Raises `UserError` if there is none."""
     folder = folder_of(run)
     steps = [step_of(path) for path in checkpoints(folder)]
+    if not steps:
+        raise no_checkpoint(run)
     if step not in steps:
-        there_are = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-        raise UserError(f"{run} has no checkpoint of step {step}: {there_are}")
+        there_are = ", ".join(map(str, steps))
+        raise UserError(f"{run} has no checkpoint of step {step}: there are {there_are}")
     return step_folder(folder, step)
 
 
@@ -211,6 +219,10 @@ def open_any(folder: PurePath, step: int | None = None) -> SavedModel | FolderMo
 
     A folder of transformers needs a tokenizer.json. Raises `UserError` and `DamagedCheckpoint`.
     """
+    if isinstance(folder, Path) and folder.is_file():
+        raise UserError(
+            f"{folder} is a file: name a run, a checkpoint or a folder of transformers"
+        )
     if not is_folder_of_transformers(folder):
         return open_model(folder, step)
     found = open_folder(folder)

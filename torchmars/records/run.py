@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmars.checkpoint.folder import checkpoints, folder_of, step_of
+from torchmars.checkpoint.folder import checkpoints, folder_of, other_run, step_of
 from torchmars.config.history import renewed
 from torchmars.config.toml_files import Tables, read_toml
 from torchmars.core.arguments import as_path
@@ -168,9 +168,7 @@ def read_run(folder: str | Path) -> Run:
     if not file.is_file():
         lacks = f"it has no {CONFIG_FILE}" if folder.exists() else "it does not exist"
         why = path_problem(folder, "folder") or lacks
-        raise UserError(
-            f"{folder} is not the folder of a run: {why}: name one that torchmars runs lists"
-        )
+        raise UserError(f"{folder} is not the folder of a run: {why}: {other_run(folder)}")
     config = renewed(read_toml(file))
     training = config.get("training")
     steps = training.get("steps") if isinstance(training, dict) else None
