@@ -209,6 +209,11 @@ def test_the_same_windows_are_read_each_once(folder):
     [
         ({"run": {"seed": 1}}, "made with run.seed = 0, the config says 1"),
         ({"model": {"n_layer": 3}}, "made with model.n_layer = 2, the config says 3"),
+        ({"model": {"n_layer": None}}, r"n_layer = 2, the config says not set \(size nano has 4\)"),
+        (
+            {"model": {"vocab_size": 512}},
+            "made with model.vocab_size not set, the config says 512: set it back",
+        ),
         ({"training": {"seq_len": 64}}, "made with training.seq_len = 32, the config says 64"),
         (
             {"optimizer": {"name": "adamw"}},
@@ -256,7 +261,7 @@ def meta_optimizer(config):
 
 def test_what_may_change_is_told(folder):
     changed = {
-        "training": {"global_batch_size": 8, "steps": 30},
+        "training": {"global_batch_size": 8, "steps": 30, "stop_after": 20},
         "optimizer": {"lr": 1e-3},
         "schedule": {"name": "linear"},
         "validation": {"interval": 3},
@@ -269,6 +274,7 @@ def test_what_may_change_is_told(folder):
     told = check_same_run(path, manifest, config, manifest.data_fingerprint, meta_optimizer(config))
     assert told == [
         f"training.steps {STEPS} -> 30",
+        "training.stop_after none -> 20",
         "training.global_batch_size 16 -> 8",
         "optimizer.lr 0.006 -> 0.001",
         "optimizer.lr_1d 0.003 -> 0.0005",

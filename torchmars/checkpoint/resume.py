@@ -19,6 +19,7 @@ from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.models import family
 from torchmars.optim import MARS
 from torchmars.storage import storage_of
 from torchmars.storage.storage import MANIFEST
@@ -146,8 +147,8 @@ def check_same_run(
         same_run = any(f"{name}.".startswith(f"{field}.") for field in fields)
         if same_run and was.get(name) != now.get(name):
             raise UserError(
-                f"{folder} was made with {name} = {was.get(name)}, the config says "
-                f"{now.get(name)}: set it back, or choose another run.name"
+                f"{folder} was made with {name} {as_set(was, name, '= ')}, the config says "
+                f"{as_set(now, name)}: set it back, or choose another run.name"
             )
     if manifest.data_fingerprint != data:
         places = ", ".join(corpus.path for corpus in config.data.corpora())
@@ -167,7 +168,22 @@ def check_same_run(
                 "rules back, or choose another run.name"
             )
     return [
-        f"{name} {was.get(name)} -> {now[name]}"
+        f"{name} {or_none(was.get(name))} -> {or_none(now[name])}"
         for name in now
         if name.split(".")[0] in reported_sections() and was.get(name) != now[name]
     ]
+
+
+def as_set(settings: dict[str, Any], name: str, before: str = "") -> str:
+    """Return a setting's value in words; where it is not set, what the model's size has."""
+    if (value := settings.get(name)) is not None:
+        return f"{before}{value}"
+    size = settings["model.size"]
+    of_size = family(settings["model.name"]).settings.sizes[size]
+    key = name.removeprefix("model.")
+    return f"not set (size {size} has {of_size[key]})" if key in of_size else "not set"
+
+
+def or_none(value: Any) -> Any:
+    """Return a value as a line says it."""
+    return "none" if value is None else value

@@ -170,12 +170,12 @@ def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
     """
     try:
         return config_from_sources([(source, without_none(tables))])
-    except UserError as error:
+    except UserError:
         if not (missing := not_loaded(tables)):
             raise
         raise UserError(
-            f"{error}. The run had the plugins {', '.join(missing)}, which a file of a run cannot "
-            f"load: if you trust them, add --plugins {','.join(missing)}, or import them in Python"
+            f"the run had the plugins {', '.join(missing)}, which a file of a run cannot load: if "
+            f"you trust them, add --plugins {','.join(missing)} (in Python: import them)"
         ) from None
 
 
