@@ -134,19 +134,24 @@ def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[
 def continuation(config: ResolvedConfig, resumed: Resumed) -> list[str]:
     """Return where the run resumes, in lines; none for a new run."""
     step, steps = resumed.state.step, config.training.steps
-    if config.training.last_step <= step < steps:
-        remedy = "raise it, or leave it out, to go on"
-        return labelled("stopped", f"at training.stop_after = {step}: {remedy}")
-    if step >= steps:
-        return labelled(
-            "complete",
-            f"all {steps} steps are done: {step_folder(config.checkpoints, step)}. "
-            f"To go on: --training.steps {step + steps}",
-        )
     if resumed.origin is None:
         return []
-    changes = [line for change in resumed.changes for line in labelled("changed", change)]
-    return [*changes, *labelled("continue", resumed.origin)]
+    last = step >= config.training.last_step
+    effect = ": has no effect, for nothing is trained" if last else ""
+    lines = [line for change in resumed.changes for line in labelled("changed", change + effect)]
+    if not last:
+        return lines + labelled("continue", resumed.origin)
+    if step < steps:
+        remedy = "raise it, or leave it out, to go on"
+        stop = f"training.stop_after = {config.training.last_step}"
+        at = stop if step == config.training.last_step else f"step {step}, past {stop}"
+        return lines + labelled("stopped", f"at {at}: {remedy}")
+    done = f"all {steps} steps are done" if step == steps else f"{step} steps are done, of {steps}"
+    return lines + labelled(
+        "complete",
+        f"{done}: {step_folder(config.checkpoints, step)}. "
+        f"To go on: --training.steps {step + steps}",
+    )
 
 
 def group_table(groups: list[dict[str, Any]]) -> list[str]:
