@@ -102,8 +102,12 @@ def test_files_folders_and_globs(tmp_path):
     assert found("*.txt", "a.txt", "**/*.log") == ["a.txt", "e.log"]
     assert found("a.txt", source=f"text:{tmp_path}/*.md") == ["a.txt", "b.md"]
     assert found(".", source="jsonl") == ["g.jsonl"]
-    with pytest.raises(UserError, match="missing.txt' names no text file"):
+    with pytest.raises(UserError, match="missing.txt' names no text file: correct the path$"):
         found("a.txt", "missing.txt")
+    here = f"paths count from the folder that you start in, {re.escape(os.getcwd())}$"
+    for source in ("text:mine.txt", "text:no/*.txt", "jsonl:../mine.jsonl"):
+        with pytest.raises(UserError, match=f"names no (text|jsonl) file: {here}"):
+            source_files(DataConfig(source=source))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="a folder gives its .txt and .md files"):
         found("empty")

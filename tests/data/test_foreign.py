@@ -1,6 +1,8 @@
 """Token files of nanoGPT, llm.c and Megatron, written here by the definitions of those formats."""
 
 import contextlib
+import os
+import re
 
 import numpy as np
 import pytest
@@ -254,6 +256,16 @@ def test_nothing_found_other_dtypes_and_only_validation_are_told(tmp_path):
     config = config_of(tmp_path, "llmc:{}")
     with pytest.raises(UserError, match=r'"llmc:\S+" finds no file \S+tokens/\*train\*.bin or'):
         prepare_data(config)
+    for source, said in {
+        "nanogpt:data/openwebtext": "no folder data/openwebtext with train.bin and val.bin: run "
+        rf"nanoGPT's prepare.py, or name its folder \(paths count from .*{re.escape(os.getcwd())}",
+        "llmc:/data/fineweb": "no folder /data/fineweb with .* of llm.c .*correct the path",
+        "nanogpt:data/x*": r"finds no file data/x\*: paths count from the folder that you start in",
+        "nanogpt:tokens.bin": "finds no file tokens.bin: paths count",
+        "megatron:tokens": "finds no file tokens.bin: paths count",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            foreign.find_files(source, *source.split(":"))
     write_llmc(tmp_path / "tokens" / "x_val_0.bin", TRAIN)
     with pytest.raises(UserError, match="has validation tokens only"):
         prepare_data(config)

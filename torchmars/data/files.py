@@ -117,8 +117,17 @@ def matches(pattern: str, kind: str, option: str) -> FoundFiles:
         also = ", also compressed" if packed else ""
         read = f" (a folder gives its {' and '.join(plain)} files{also})" if is_folder else ""
         others = f", but {min(result.leftovers)}: name that outright" if result.leftovers else ""
+        if not read and not others:
+            others = f": {other_path(path)}"
         raise UserError(f"{option}: {pattern!r} names no {kind} file{read}{others}")
     return result
+
+
+def other_path(path: PurePath) -> str:
+    """Return the remedy for a path at which there is nothing."""
+    if isinstance(path, Path) and not path.is_absolute() and not path.is_dir():
+        return f"paths count from the folder that you start in, {os.getcwd()}"
+    return "correct the path"
 
 
 def fixed_parts(path: PurePath) -> int:

@@ -31,7 +31,7 @@ from torchmars.core.console import say, say_if_long
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, path_problem, read_chunks
 from torchmars.core.words import counted
-from torchmars.data.files import FoundFiles, below, fixed_parts, looking
+from torchmars.data.files import FoundFiles, below, fixed_parts, looking, other_path
 from torchmars.data.headerless import LLMC_KINDS, LOOKED_AT, check_made_with, check_numbers
 from torchmars.data.manifest import Shard, Split, make_manifest, numpy_dtype, write_manifest
 from torchmars.data.named_tokenizers import load_tokenizer
@@ -45,6 +45,11 @@ SPLIT_WORDS = {
     **dict.fromkeys(("val", "valid", "validation", "valset", "dev", "devset"), "validation"),
     **dict.fromkeys(("test", "tests", "testing", "testset", "eval", "evals"), "test"),
     **dict.fromkeys(("evaluation", "holdout", "heldout"), "test"),
+}
+# The files that a folder of a program has, and what writes them.
+MAKERS = {
+    "nanogpt": ("train.bin and val.bin", "nanoGPT's prepare.py"),
+    "llmc": ("*_train_*.bin and *_val_*.bin", "a data script of llm.c or modded-nanogpt"),
 }
 LLMC_HEADER = 256 * 4  # bytes
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -158,13 +163,25 @@ def find_files(source: str, kind: str, place: str) -> dict[str, list[Path]]:
             split = {"train": "train", "val": "validation"}[part[0]]
         splits[split or "train"].append(Path(os.path.abspath(file)))
     if not any(splits.values()):
-        looked_for = ["*.bin"] if kind == "megatron" else ["*train*.bin", "*val*.bin"]
-        wanted = [path / name for name in looked_for] if is_folder else [path]
-        raise UserError(
-            f'data.source = "{source}" finds no file {" or ".join(map(str, wanted))}: '
-            "correct the path"
-        )
+        raise no_tokens(source, kind, path)
     return splits
+
+
+def no_tokens(source: str, kind: str, path: Path) -> UserError:
+    """Return the error of a path that has no tokens of another program."""
+    outright = fixed_parts(path) == len(path.parts)
+    if kind in MAKERS and outright and not path.suffix and not path.exists():
+        files, maker = MAKERS[kind]
+        return UserError(
+            f'data.source = "{source}": no folder {path} with {files}: run {maker}, or name its '
+            f"folder ({other_path(path)})"
+        )
+    looked_for = ["*.bin"] if kind == "megatron" else ["*train*.bin", "*val*.bin"]
+    wanted = [path / name for name in looked_for] if path.is_dir() else [path]
+    return UserError(
+        f'data.source = "{source}" finds no file {" or ".join(map(str, wanted))}: '
+        f"{other_path(path)}"
+    )
 
 
 def split_of(names: Sequence[str]) -> str:
