@@ -104,6 +104,10 @@ def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, c
     again = run / "checkpoints" / "again.safetensors"
     code, _, _ = command(checkpoint, again)
     assert code == 0 and again.read_bytes() == file.read_bytes()
+    for name in ("out.pt", "OUT.PTH", "pytorch_model.bin", "last.ckpt"):
+        code, _, err = command(run, tmp_path / name)
+        assert code == 2 and "name a file of weights *.safetensors, or a folder" in err
+        assert not (tmp_path / name).exists()
     (tmp_path / "mine").mkdir()
     for options in ((), ("--force",)):
         code, _, err = command(run, tmp_path / "mine", *options)

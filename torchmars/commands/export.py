@@ -24,6 +24,8 @@ LOADING = {
     "hf": 'transformers.AutoModelForCausalLM.from_pretrained("{target}")',
     "safetensors": 'safetensors.torch.load_file("{target}")',
 }
+# Endings of files in other formats: a folder of such a name would be taken for one.
+OTHER_FILES = ".pt .pth .bin .ckpt .pkl .npz .h5 .onnx .gguf .safetensor".split()
 
 
 @dataclass
@@ -103,6 +105,11 @@ def check_target(target: Path, kind: Literal["hf", "safetensors"], force: bool) 
     what: Literal["file", "folder"] = "folder" if kind == "hf" else "file"
     if kind == "safetensors" and target.suffix != ".safetensors":
         raise UserError(f"{target} must be named *.safetensors")
+    if target.suffix.lower() in OTHER_FILES:
+        raise UserError(
+            f"{target}: name a file of weights *.safetensors, or a folder of transformers "
+            f"without {target.suffix}"
+        )
     if wrong := path_problem(target, what):
         raise UserError(
             f"cannot write {target}: {wrong}: name a new {what}, or a file to replace with --force"
