@@ -41,6 +41,7 @@ def test_where_pictures_go(run, tmp_path, args, files):
         ([], "RUNS is missing"),
         (["runs/a", "runs/c"], "runs/c is not the folder of a run: it does not exist: name one"),
         (["runs"], "runs is not the folder of a run: it has no config.toml"),
+        (["v1.2", "runs"], "v1.2 is not the folder of a run: it has no config.toml"),
         (["runs/a", "--x", "hours"], '--x must be one of "tokens", "step", "seconds", got'),
         (
             ["runs/a", "--out", "runs/a/config.toml"],

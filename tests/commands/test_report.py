@@ -28,6 +28,16 @@ def test_where_the_page_is_written(run, tmp_path):
     write_comparison(made_comparison(), tmp_path / "c")
     assert run("a") == (0, "report    a/report.html\n", "")
     assert run("a", "b") == (0, "report    report.html\n", "")
+    (tmp_path / "a-hf").mkdir()  # as of an export
+    code, out, _ = run("a", "a-hf", "report.html", "b", "--out", "two.html")
+    assert code == 0 and out == (
+        "left out a-hf: it has no config.toml, so it is not the folder of a run\n"
+        "left out report.html: it has no config.toml, so it is not the folder of a run\n"
+        "report    two.html\n"
+    )
+    assert "<title>2 runs</title>" in (tmp_path / "two.html").read_text()
+    code, _, err = run("a", "a-hf", "nowhere")
+    assert code == 2 and "nowhere is not the folder of a run: it does not exist" in err
     assert run("c", "--out", "page.html") == (0, "report    page.html\n", "")
     assert "<title>a</title>" in (tmp_path / "a" / "report.html").read_text()
     assert "<title>2 runs</title>" in (tmp_path / "report.html").read_text()

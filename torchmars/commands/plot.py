@@ -10,7 +10,7 @@ from torchmars.core.errors import exit_on_user_error, missing_package
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.result_files import check_suffix
-from torchmars.records.run import Along, read_run
+from torchmars.records.run import Along, read_runs
 
 SUFFIXES = (".png", ".svg")
 
@@ -42,7 +42,7 @@ def main() -> None:
             raise missing_package("matplotlib", "torchmars plot", "plot")
         from torchmars.reports.plots import plot_runs
 
-        runs = [read_run(folder) for folder in options.runs]
+        runs = read_runs(options.runs)
         files = files_of(options)
         plot_runs(runs, options.x, files)
         for run in runs:

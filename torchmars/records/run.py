@@ -1,5 +1,6 @@
 """A run as its folder tells it: config, curves, events."""
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from torchmars.checkpoint.folder import checkpoints, folder_of, other_run, step_
 from torchmars.config.history import renewed
 from torchmars.config.toml_files import Tables, read_toml
 from torchmars.core.arguments import as_path
+from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.places import local_place
@@ -175,6 +177,18 @@ def read_run(folder: str | Path) -> Run:
     if type(steps) is not int or not 0 <= steps < LARGEST:
         raise UserError(f"{folder} is not the folder of a run: {file} has no training.steps")
     return Run(folder, config)
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """Return the contents of the folders of runs. Raises `UserError` as `read_run` does.
+
+    Where some are of runs, those that have no config are left out, such as an export beside them.
+    """
+    runs = [folder for folder in folders if os.path.isfile(folder / CONFIG_FILE)]
+    others = [each for each in folders if runs and each not in runs and os.path.exists(each)]
+    for folder in others:
+        say(f"left out {folder}: it has no {CONFIG_FILE}, so it is not the folder of a run")
+    return [read_run(folder) for folder in folders if folder not in others]
 
 
 def read_series(file: Path) -> tuple[dict[str, Series], int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from torchmars.comparison.results import RESULTS_FILE, Comparison, read_comparison
 from torchmars.core.errors import UserError
 from torchmars.records.overview import last_written, state_of
-from torchmars.records.run import Run, read_run
+from torchmars.records.run import Run, read_run, read_runs
 from torchmars.reports.comparison_page import comparison_page
 from torchmars.reports.run_page import run_page
 
@@ -20,7 +20,7 @@ class Subject:
             raise UserError(f"{compared[0]} is a comparison: name it alone, or runs in its place")
         self.folders = folders
         self.comparison: Comparison | None = read_comparison(compared[0]) if compared else None
-        self.runs: list[Run] = [] if compared else [read_run(folder) for folder in folders]
+        self.runs: list[Run] = [] if compared else read_runs(folders)
         self.written = [last_written(run.folder) for run in self.runs]
 
     def renew(self) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
+from torchmars.config.model import OWN
 from torchmars.core.console import labelled, next_commands
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.scoring import Scorer
@@ -137,9 +138,15 @@ class RunReporter:
         if self.config.checkpoint.at_end:
             run, prompt = str(self.config.run.path), self.config.validation.sample_prompt
             words = ["--prompt", prompt] if prompt.strip() else []
-            commands = [["generate", run, *words], ["plot", run], ["export", run, f"{run}-hf"]]
-            if plugins := ",".join(self.config.run.plugins):
-                commands = [[*commands[0], "--plugins", plugins], commands[1]]
+            named = self.config.run.plugins
+            plugins = ["--plugins", ",".join(named)] if named else []
+            # transformers has no plugin's model
+            target = f"{run}-hf" if self.config.model.name in OWN else f"{run}.safetensors"
+            commands = [
+                ["generate", run, *words, *plugins],
+                ["plot", run],
+                ["export", run, target, *plugins],
+            ]
             self.layout.say("\n".join(next_commands(*(["torchmars", *each] for each in commands))))
 
     def _say(self, label: str, text: str) -> None:
