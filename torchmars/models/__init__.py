@@ -6,7 +6,7 @@ import torch
 
 from torchmars.config import Config, ModelConfig, TransferConfig
 from torchmars.config.fields import require
-from torchmars.config.model import MODELS, family_settings, model_class
+from torchmars.config.model import MODELS, OWN, family_settings, model_class
 from torchmars.core.errors import UserError
 from torchmars.core.typed import nearest
 from torchmars.models.base import multiplied
@@ -58,19 +58,20 @@ def title(config: ModelConfig) -> str:
 
 def unknown_size(config: ModelConfig) -> UserError:
     """Return the error of a size that the family does not have."""
-    size, sizes = config.size, family(config.name).settings.sizes
+    size, sizes = config.size, list(family(config.name).settings.sizes)
     others = []
     for name in MODELS:
         with contextlib.suppress(UserError):  # a plugin's, which cannot be had
             others += [name] if size in family(name).settings.sizes else []
-    meant = (
-        f"it is a size of {others[0]}: --model.name {others[0]}."
-        if others
-        else (f'did you mean "{near}"?' if (near := nearest(size, list(sizes))) else "")
-    )
+    if others and config.name in OWN:
+        remedy = f"it is a size of {others[0]}: --model.name {others[0]}"
+    elif near := nearest(size, sizes):
+        remedy = f'did you mean "{near}"?'
+    else:  # the author of a plugin means this family, whatever others have
+        remedy = f"--model.size {sizes[0]} is one"
     return UserError(
-        f'model.size = "{size}" is no size of model.name = "{config.name}": {meant} '
-        f"{config.name} has {', '.join(sizes)}"
+        f'model.size = "{size}" is no size of model.name = "{config.name}", which has '
+        f"{', '.join(sizes)}; {remedy}"
     )
 
 
