@@ -93,6 +93,25 @@ def test_a_run_needs_a_config(monkeypatch, capsys, tmp_path, args):
 
 
 @pytest.mark.parametrize(
+    "command,options",
+    [
+        ("lr-find", ["--steps", "20"]),
+        ("bench", []),
+        ("prepare", ["--data.source", "stdlib"]),
+        ("compare", ["--optimizers", "adamw"]),
+    ],
+)
+def test_no_command_that_works_takes_all_defaults_in_silence(
+    monkeypatch, capsys, tmp_path, command, options
+):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = main(monkeypatch, capsys, command, *options)
+    assert (code, out) == (2, "") and not any(tmp_path.iterdir())
+    said = f"no config is named: torchmars {command} quickstart.toml takes one of a small model"
+    assert err == f"error: {said}\n"
+
+
+@pytest.mark.parametrize(
     "args,message",
     [
         (["runs", "a" * 300], "FOLDER: aaa"),

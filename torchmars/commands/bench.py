@@ -9,7 +9,7 @@ from torchmars.benchmark.findings import MeasuredConfig, bench_results, bench_ta
 from torchmars.benchmark.measure import has_shards, measure, ranks_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.fields import Positive
-from torchmars.config.load import load_command, load_config
+from torchmars.config.load import load_command, load_config, require_config
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.result_files import check_results_file, write_results
@@ -45,8 +45,9 @@ def main() -> None:
     """Print how fast the config trains that the command line names."""
     with exit_on_user_error():
         options, config, arguments = load_command(Bench, sys.argv[1:], PROG)
+        require_config(arguments, PROG)
         check_results_file(options.json)
-        configs = [(shlex.join(arguments) or "all defaults", config)]
+        configs = [(shlex.join(arguments), config)]
         if options.against is not None:
             other = load_config(against_arguments(options.against), PROG)
             configs.append((options.against, other))
@@ -94,8 +95,8 @@ def against_arguments(text: str) -> list[str]:
         arguments = shlex.split(text)
     except ValueError as error:
         raise UserError(f"--against: cannot read {text!r}: {error}") from None
-    if not arguments:
-        raise UserError("--against is empty: name the files and options of the other config")
+    if not arguments or arguments[0].startswith("--"):
+        raise UserError("--against names no config: it has files and options of the other one")
     return arguments
 
 

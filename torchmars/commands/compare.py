@@ -26,7 +26,7 @@ from torchmars.comparison.study import Study
 from torchmars.comparison.tables import csv_text, lines, markdown
 from torchmars.comparison.words import seeds_text
 from torchmars.config import ResolvedConfig
-from torchmars.config.load import load_command
+from torchmars.config.load import load_command, require_config
 from torchmars.core.bounds import Place, Range
 from torchmars.core.console import labelled, next_commands, say
 from torchmars.core.errors import (
@@ -93,6 +93,7 @@ def main() -> None:
     """Run the comparison of the command line, or the rest of it."""
     with exit_on_user_error():
         options, config, rest = load_command(Compare, sys.argv[1:], PROG)
+        require_config(rest, PROG)
         for package in ("scipy", "matplotlib"):
             if importlib.util.find_spec(package) is None:
                 raise missing_package(package, "a comparison", "compare")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from torchmars.benchmark.measure import ranks_of
-from torchmars.config.load import load_command
+from torchmars.config.load import load_command, require_config
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
@@ -47,7 +47,8 @@ class LrFind:
 def main() -> None:
     """Print which learning rates are worth trying for the config that the command line names."""
     with exit_on_user_error():
-        options, config, _ = load_command(LrFind, sys.argv[1:], PROG)
+        options, config, rest = load_command(LrFind, sys.argv[1:], PROG)
+        require_config(rest, PROG)
         check_results_file(options.json)
         low = options.low or config.optimizer.lr / 100
         high = options.high or config.optimizer.lr * 100

@@ -9,13 +9,15 @@ from typing import Annotated
 from torchmars.cluster import scheduler
 from torchmars.cluster.scheduler import TaskArray
 from torchmars.config import DataConfig, ResolvedData
-from torchmars.config.load import load_command
+from torchmars.config.load import load_command, require_config
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.words import counted
 from torchmars.data import sources
 from torchmars.data.prepare import prepare_task
+
+PROG = "torchmars prepare"
 
 
 @dataclass
@@ -43,7 +45,7 @@ def main() -> None:
     """Prepare the corpus that the command line names, and the run of its config, if it has one."""
     with exit_on_user_error():
         args = [long_form(arg) for arg in sys.argv[1:]]
-        options, config, settings = load_command(Prepare, args, "torchmars prepare")
+        options, config, settings = load_command(Prepare, args, PROG)
         given = {arg.partition("=")[0] for arg in sys.argv[1:]}
         corpus_alone = "--source" in given and settings[0].startswith("--")
         task, tasks = task_of(options, os.environ if corpus_alone else {})
@@ -52,6 +54,8 @@ def main() -> None:
                 f"--ranks {options.ranks} does not divide over --nodes {options.nodes}: "
                 f"choose a multiple of {options.nodes}"
             )
+        if not corpus_alone:
+            require_config(settings, PROG)
         corpora = config.data.corpora()
         if corpus_alone or tasks != 1:
             done = [prepare_corpus(corpus, task, tasks) for corpus in corpora]

@@ -125,10 +125,10 @@ def is_set(sources: list[NamedTables], setting: str) -> bool:
     return source_of(renamed_sources(sources), setting) != ""
 
 
-def require_config(args: list[str]) -> None:
+def require_config(args: list[str], prog: str = "torchmars train") -> None:
     """Raise `UserError` if `args`, as of `load_config`, begin with no config."""
     if not args or args[0].startswith("--"):
-        raise UserError("no config is named: torchmars train quickstart.toml trains a small model")
+        raise UserError(f"no config is named: {prog} quickstart.toml takes one of a small model")
 
 
 def config_name(file: str) -> str:
