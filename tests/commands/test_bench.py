@@ -72,7 +72,10 @@ def test_two_configs_in_alternation(run, config, tmp_path):
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--optimizer.name", "adamm"], "optimizer.name"),
         (["--against", "'tiny.toml"], '--against: cannot read "\'tiny.toml": No closing quotation'),
-        (["--against", " "], "--against names no config: it has files and options of the other one"),
+        (
+            ["--against", " "],
+            "--against names no config: it has files and options of the other one",
+        ),
         (["--against", "--optimizer.lr 1"], "--against names no config: it has files and options"),
         (["--json", "nowhere/results.json"], "--json: cannot write nowhere/results.json"),
         (["--training.global_batch_size", "15"], "training.global_batch_size = 15 does not divide"),

@@ -176,12 +176,12 @@ def test_fields_take_the_place_of_the_named_size():
         ),
         (
             {"name": "gpt2", "size": "8b"},
-            '"8b" is no size of model.name = "gpt2", which has nano, small, medium, large, xl; it is '
-            "a size of llama: --model.name llama$",
+            '"8b" is no size of model.name = "gpt2", which has nano, small, medium, large, xl; '
+            "it is a size of llama: --model.name llama$",
         ),
         (
             {"size": "zzz"},
-            '"zzz" is no size of model.name = "llama", which has nano, .*; --model.size nano is one',
+            '"zzz" is no size of model.name = "llama", .*; --model.size nano is one',
         ),
         ({"name": "gpt2", "qk_norm": False}, 'qk_norm has no meaning for model.name = "gpt2"'),
         ({"dropout": 0.1}, 'model.dropout has no meaning for model.name = "llama": remove it'),

@@ -127,9 +127,9 @@ def open_source(
     try:
         folder, manifest = find_checkpoint(source, say, level)
     except UserError as error:
-        if is_folder_of_transformers(Path(source)):
-            error = UserError(f"{source} is a folder of transformers: write {HF}{source}")
-        raise UserError(f"checkpoint.init_from: {error}") from None
+        theirs = is_folder_of_transformers(Path(source))
+        wrong = f"{source} is a folder of transformers: write {HF}{source}" if theirs else error
+        raise UserError(f"checkpoint.init_from: {wrong}") from None
     before, now = multipliers_in(folder, manifest), model.args.multipliers
     if before != now:
         raise UserError(

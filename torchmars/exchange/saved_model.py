@@ -220,9 +220,7 @@ def open_any(folder: PurePath, step: int | None = None) -> SavedModel | FolderMo
     A folder of transformers needs a tokenizer.json. Raises `UserError` and `DamagedCheckpoint`.
     """
     if isinstance(folder, Path) and folder.is_file():
-        raise UserError(
-            f"{folder} is a file: name a run, a checkpoint or a folder of transformers"
-        )
+        raise UserError(f"{folder} is a file: name a run, a checkpoint or a folder of transformers")
     if not is_folder_of_transformers(folder):
         return open_model(folder, step)
     found = open_folder(folder)
