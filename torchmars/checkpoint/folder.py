@@ -49,11 +49,11 @@ def folder_of(run: PurePath) -> PurePath:
 
 def no_checkpoint(run: PurePath, what: str = NO_CHECKPOINT) -> UserError:
     """Return the error of a path at which there is no checkpoint, with the reason and a remedy."""
-    why = ""
-    if isinstance(run, Path):
-        why = path_problem(run, "folder") or ("" if run.exists() else "it does not exist")
-    why = why and f" ({why})"
-    return UserError(f"{run} {what}{why}: {other_run(run)}")
+    if isinstance(run, Path) and (wrong := path_problem(run, "folder")):
+        what += f" ({wrong})"
+    elif isinstance(run, Path) and not run.exists():
+        what += " (it does not exist)"
+    return UserError(f"{run} {what}: {other_run(run)}")
 
 
 def other_run(run: PurePath, else_name: str = "name one that torchmars runs lists") -> str:

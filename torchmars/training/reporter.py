@@ -138,9 +138,9 @@ class RunReporter:
         if self.config.checkpoint.at_end:
             run, prompt = str(self.config.run.path), self.config.validation.sample_prompt
             words = ["--prompt", prompt] if prompt.strip() else []
-            named = self.config.run.plugins
-            plugins = ["--plugins", ",".join(named)] if named else []
-            # transformers has no plugin's model
+            named = ",".join(self.config.run.plugins)
+            plugins = ["--plugins", named] if named else []
+            # Transformers has no plugin's model.
             target = f"{run}-hf" if self.config.model.name in OWN else f"{run}.safetensors"
             commands = [
                 ["generate", run, *words, *plugins],
