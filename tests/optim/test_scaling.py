@@ -188,6 +188,10 @@ def test_patterns_and_roles_keep_factors_and_roles_their_names():
         rates.setdefault(group["role"], set()).add(round(group["lr"], 6))
     assert rates["blocks.*.attn.*"] == {round(0.6 * 3**-0.5, 6), round(0.2, 6), 0.6}  # q, k, bias
     assert rates["router"] == {0.1} and rates["head"] == {1.0}
+    wrapped = torch.nn.parallel.DataParallel(large)  # another prefix of all names, as DDP's
+    outer = param_groups(wrapped, "muon", lr=1.0, factors=factors)
+    inner = param_groups(large, "muon", lr=1.0, factors=factors)
+    assert [group["lr"] for group in outer] == [group["lr"] for group in inner]
     named = [name for group in groups for name, _ in group["params"]]
     assert sorted(named) == sorted(name for name, _ in large.named_parameters())
     MARS(groups)  # takes them
