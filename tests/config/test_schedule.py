@@ -60,7 +60,7 @@ def test_the_plan_and_the_run_warn_once(tmp_path, monkeypatch, capsys):
     write_text(tmp_path)
     tables = tiny_tables(tmp_path, training={"steps": 2}, schedule={"warmup_steps": 5})
     config = config_from_tables(tables, "in a test")
-    line = "warning   schedule.warmup_steps = 5 leave nothing of training.steps = 2"
+    line = "warning   schedule.warmup_steps = 5 is longer than training.steps = 2"
     assert str(torchmars.make_plan(config, 2, 0)).count(line) == 1
     torchmars.run_training(config)
     assert capsys.readouterr().out.count(line) == 1

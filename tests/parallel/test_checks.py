@@ -98,7 +98,7 @@ def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
         (
             8,
             {"cp": 2, "tp": 4, "cp_method": "ulysses"},
-            "cp = 2 does not divide the 1 heads of each rank",
+            "cp = 2 does not divide the 1 head of each rank: choose 1, or ",
         ),
         (8, {"pp": 8}, "8 pipeline stages cannot share 4 blocks"),
         (2, {"pp": 2, "pp_blocks": (1, 2)}, r"pp_blocks = \[1, 2\] deals out 3 blocks"),

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from torchmars.config.fields import Positive, require
 from torchmars.core.bounds import Range, WordOrNumber
+from torchmars.core.words import counted, divisor_of
 
 PipelineSchedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -173,7 +174,7 @@ class ParallelismConfig:
         inner = shard * self.cp * self.tp
         require(
             inner % self.ep == 0,
-            f"parallelism.ep = {self.ep} does not divide the {inner} ranks of parallelism.dp_shard "
-            "* cp * tp: choose a divisor",
+            f"parallelism.ep = {self.ep} does not divide the {counted(inner, 'rank')} of "
+            f"parallelism.dp_shard * cp * tp: choose {divisor_of(inner)}",
         )
         return Degrees(self.pp, self.dp_replicate, shard, self.cp, self.tp, self.ep)

@@ -55,14 +55,16 @@ class ScheduleConfig:
         warmup, decay = self.warmup_steps, self.decay_steps or 0
         run = f"training.steps = {steps:,}"
         if warmup >= steps and not (warmup == steps and self.name == "constant"):
-            reached = f"reaches {steps / warmup:.0%} of" if warmup > steps else "ends at"
+            longer = warmup > steps
+            reached = f"reaches {steps / warmup:.0%} of" if longer else "ends at"
             return (
-                f"schedule.warmup_steps = {warmup:,} leave nothing of {run}: the learning rate "
-                f"{reached} optimizer.lr: lower schedule.warmup_steps"
+                f"schedule.warmup_steps = {warmup:,} is {'longer than' if longer else 'as long as'}"
+                f" {run}: the learning rate {reached} optimizer.lr: lower schedule.warmup_steps"
             )
         if decay and warmup + decay > steps:
             return (
                 f"schedule.warmup_steps = {warmup:,} and schedule.decay_steps = {decay:,} are "
-                f"longer than {run}: the decay has {steps - warmup:,} steps: lower one of them"
+                f"longer than {run} together: the decay has {steps - warmup:,} steps: lower one of "
+                "them"
             )
         return ""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from torchmars.config.fields import Clip, Mark, Positive, require
 from torchmars.config.float8 import Float8Config
 from torchmars.core.bounds import Range
+from torchmars.core.words import counted, divisor_of
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,10 @@ class TrainingConfig:
         )
         require(
             per_rank % size == 0,
-            f"training.microbatch_size = {size} does not divide the {per_rank} sequences of each "
-            f"rank (training.global_batch_size = {self.global_batch_size} over {data_ranks} "
-            f"ranks): choose a divisor of {per_rank}",
+            f"training.microbatch_size = {size} does not divide the "
+            f"{counted(per_rank, 'sequence')} of each rank (training.global_batch_size = "
+            f"{self.global_batch_size} over {counted(data_ranks, 'rank')}): choose "
+            + divisor_of(per_rank),
         )
         require(
             per_rank // size >= stages,

@@ -8,6 +8,11 @@ def counted(number: int, thing: str, things: str = "") -> str:
     return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
 
 
+def divisor_of(number: int) -> str:
+    """Return what may be chosen where `number` must be divided."""
+    return f"a divisor of {number}" if number > 1 else "1"
+
+
 def number_or_dash(value: float | None, pattern: str = ".4f") -> str:
     """Return a number as a table shows it; "-" if it is not known, or none."""
     return "-" if value is None or math.isnan(value) else format(value, pattern)

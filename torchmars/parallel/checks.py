@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torchmars.config import Config, Degrees
 from torchmars.config.compile import compile_problem, needs_compile
 from torchmars.config.fields import require
+from torchmars.core.words import counted, divisor_of
 from torchmars.models import Model
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
 from torchmars.parallel.float8 import converted_rows
@@ -51,7 +52,8 @@ def check_cuts(degrees: Degrees, model: Model) -> None:
     for what, size in sizes.items():
         require(
             size % degrees.tp == 0,
-            f"parallelism.tp = {degrees.tp} does not divide the {size} {what}: choose a divisor",
+            f"parallelism.tp = {degrees.tp} does not divide the {size} {what}: choose "
+            + divisor_of(size),
         )
 
 
@@ -65,7 +67,7 @@ def check_experts(degrees: Degrees, model: Model) -> None:
     require(
         model.experts % degrees.ep == 0,
         f"parallelism.ep = {degrees.ep} does not divide the {model.experts} experts of each block: "
-        "choose a divisor",
+        f"choose {divisor_of(model.experts)}",
     )
     for name, parameter in model.named_parameters():
         fits = parameter.ndim < 3 or all(size % GROUPED_SIZES == 0 for size in parameter.shape[1:])
@@ -89,8 +91,8 @@ def check_sequences(config: Config, degrees: Degrees, model: Model) -> None:
     for heads in model.heads:
         require(
             config.parallelism.cp_method != "ulysses" or heads // tp % cp == 0,
-            f"parallelism.cp = {cp} does not divide the {heads // tp} heads of each rank: choose a "
-            'divisor, or parallelism.cp_method = "all-gather"',
+            f"parallelism.cp = {cp} does not divide the {counted(heads // tp, 'head')} of each "
+            f'rank: choose {divisor_of(heads // tp)}, or parallelism.cp_method = "all-gather"',
         )
 
 
@@ -127,8 +129,9 @@ def check_memory(config: Config, degrees: Degrees) -> None:
     if isinstance(size, int):
         require(
             shards % size == 0,
-            f"parallelism.reshard_after_forward = {size} does not divide the {shards} ranks that "
-            'weights are sharded over: choose a divisor, or "always"',
+            f"parallelism.reshard_after_forward = {size} does not divide the "
+            f"{counted(shards, 'rank')} that "
+            f'weights are sharded over: choose {divisor_of(shards)}, or "always"',
         )
 
 
