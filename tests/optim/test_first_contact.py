@@ -145,7 +145,10 @@ MISTAKES = [
     (lambda p, q: {"params": [q], "lr": -1.0}, "lr of group 1 must be"),
     (lambda p, q: {"params": [q], "lr": "x"}, "lr of group 1 must be a number, got x"),
     (lambda p, q: {"params": [q], "betas": 0.9}, "betas of group 1 must be numbers"),
-    (lambda p, q: {"params": [q], "rule": "sgd"}, "rule must be one of"),
+    (lambda p, q: {"params": [q], "rule": "sgd"}, "rule must be one of .*muon, got sgd"),
+    (lambda p, q: {"params": [q], "rule": "Mars_M"}, r"\(did you mean mars-m\?\), got Mars_M"),
+    (lambda p, q: {"params": [q], "rule": "marslion"}, r"\(did you mean mars-lion\?\)"),
+    (lambda p, q: {"params": [q], "rule": "adam"}, r"\(did you mean adamw\?\)"),
     (lambda p, q: {"params": [q, q]}, "group 1 has one parameter twice, as 0 and as 1"),
     (lambda p, q: {"params": [q, p]}, "more than one parameter group"),
     (lambda p, q: {"params": [q], "lr_": 1.0, "epss": 1.0}, "did you mean 'eps'"),
@@ -185,6 +188,18 @@ def test_a_group_that_fails_leaves_the_optimizer_as_it_was(make, message):
         parameter.grad = torch.eye(4)
     optimizer.step()
     assert torch.equal(p, q) and not torch.equal(p, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    "wrong,near", [("mars_m", "mars-m"), ("MarsLion", "mars-lion"), ("mars", "mars-adamw")]
+)
+def test_the_rule_that_was_meant(wrong, near):
+    net = nn.Sequential(nn.Linear(2, 2))
+    for make in (lambda: param_groups(net, wrong), lambda: MARS(net.parameters(), rule=wrong)):
+        with pytest.raises(ValueError, match=rf"did you mean {near}\?\), got .?{wrong}"):
+            make()
+    with pytest.raises(ValueError, match=r"orthogonalize .* \(did you mean polar-express\?\)"):
+        MARS(net.parameters(), rule="muon", orthogonalize="polar_expres")
 
 
 def test_mistakes_in_the_constructor():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
-from torchmars.optim.settings import Number, shown
+from torchmars.optim.settings import Number, one_of, shown
 from torchmars.optim.tensors import local_part
 
 MAX_GRAD_NORM = Number("max_grad_norm", "The global clip.", positive=True, optional=True)
@@ -18,7 +18,7 @@ MAX_GRAD_NORM = Number("max_grad_norm", "The global clip.", positive=True, optio
 def check_rule(value: Any, suffix: str = "") -> None:
     """Raise `ValueError` unless `value` names a rule."""
     if not (isinstance(value, str) and value in RULES):
-        raise ValueError(f"rule{suffix} must be one of {', '.join(RULES)}, got {shown(value)}")
+        raise ValueError(f"rule{suffix} must be {one_of(RULES, value)}, got {shown(value)}")
 
 
 def check_names(settings: Iterable[str]) -> None:

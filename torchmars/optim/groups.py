@@ -19,7 +19,7 @@ from torchmars.optim.fused import cut_of, looks_fused, softmax_router
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
 from torchmars.optim.scaling import Factors, TransferFactors
-from torchmars.optim.settings import CUT, Settings, shown
+from torchmars.optim.settings import CUT, Settings, one_of, shown
 
 
 def complete_settings(name: str, **given: Any) -> Settings:
@@ -29,7 +29,7 @@ def complete_settings(name: str, **given: Any) -> Settings:
     not have and a value out of range. A `clip` of 0 or None switches the per-tensor clip off.
     """
     if not isinstance(name, str) or name not in RULES:
-        raise ValueError(f"name must be one of {', '.join(RULES)}, got {shown(name)!r}")
+        raise ValueError(f"name must be {one_of(RULES, name)}, got {shown(name)!r}")
     known = {each.name: each for each in RULES[name].settings if each.scope != "group"}
     for key in given:
         if key not in known:
