@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.support.commands import ROOT
 from tests.support.tiny import write_config
 from torchmars.config import (
     Config,
@@ -17,6 +18,8 @@ from torchmars.config import (
 from torchmars.config.load import config_from_tables, load_config
 from torchmars.config.optimizer import resolve_routers
 from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.synonyms import SYNONYMS
+from torchmars.core.typed import setting_meant, settings_of
 
 
 def load(tmp_path, toml, *args):
@@ -162,6 +165,21 @@ def test_groups_of_the_optimizer(tmp_path):
 @pytest.mark.parametrize(
     "args,message",
     [
+        (["--data", "1"], "'--data': --data is a section: write --data.source .*--help data lists"),
+        (["--trainin", "1"], "--training is a section: write --training.steps ..."),
+        (["--model=llama"], "'--model': --model is a section: write --model.name ..."),
+        (
+            ["--optimizer.head", "3"],
+            "error: --optimizer.head is a section: write --optimizer.head.",
+        ),
+        (
+            ["--data.mixture", "a"],
+            r"data.mixture is an array of tables: write \[\[data.mixture\]\]",
+        ),
+        (["--training-steps", "3"], "'--training-steps': did you mean --training.steps?"),
+        (["--data-validation-fracton=1"], "did you mean --data.validation_fraction?"),
+        (["--epochs", "3"], "'--epochs': did you mean --training.steps?"),
+        (["--plugin", "os"], "'--plugin': did you mean --plugins?"),
         (["--training.stps", "3"], "unknown key training.stps .* did you mean training.steps?"),
         (["--training.lr", "3"], "unknown key training.lr .* did you mean optimizer.lr?"),
         (["--lr", "3"], "cannot read the argument '--lr': did you mean --optimizer.lr?"),
@@ -201,7 +219,19 @@ def test_groups_of_the_optimizer(tmp_path):
             ["--optimizer.name", "adamw", "--optimizer.gamma", "0.1"],
             'optimizer.gamma has no meaning for "adamw"',
         ),
-        (["--optimizer.name", "sgd"], "optimizer.name must be one of"),
+        (["--optimizer.name", "sgd"], r"optimizer.name must be one of .*got 'sgd' \(on the"),
+        (["--optimizer.name", "adamW"], "got 'adamW': did you mean adamw?"),
+        (["--optimizer.name", "adam"], "got 'adam': did you mean adamw?"),
+        (["--optimizer.name", "mars_m"], "got 'mars_m': did you mean mars-m?"),
+        (["--optimizer.name", "mars"], "got 'mars': did you mean mars-adamw?"),
+        (["--optimizer.head.rule", "Shampoo"], "did you mean mars-shampoo?"),
+        (["--model.name", "lama"], "got 'lama': did you mean llama?"),
+        (["--model.name", "GPT2"], "got 'GPT2': did you mean gpt2?"),
+        (["--model.name", "qwen3"], "did you mean --model.name llama --model.size qwen3-0.6b?"),
+        (["--model.name", "gpt2_medium"], "did you mean --model.name gpt2 --model.size medium?"),
+        (["--model.name", "l"], r"got 'l' \(on the command line"),
+        (["--parallelism.reshard_after_forward", "Always"], "did you mean always?"),
+        (["--schedule.name", "cosin"], "got 'cosin': did you mean cosine?"),
         (["--parallelism.accumulate", "some"], 'accumulate must be one of "auto", "sharded", '),
         (["--model.router", "relu"], 'model.router must be one of "softmax", "sigmoid", got'),
         (["--schedule.min_lr", "1"], "schedule.min_lr = 1.0 is above optimizer.lr"),
@@ -242,7 +272,11 @@ def test_groups_of_the_optimizer(tmp_path):
             ["--data.validation_fraction", "0.9"],
             "data.validation_fraction must be more than 0 and at most 0.5",
         ),
-        (["steps=3"], "cannot read the config steps=3"),
+        (["steps=3"], "config steps=3: did you mean --training.steps 3?"),
+        (["training.steps=10"], "config training.steps=10: did you mean --training.steps 10?"),
+        (["data.tokenizr=a=b"], "did you mean --data.tokenizer a=b?"),
+        (["optimizer.lr", "1"], "config optimizer.lr: did you mean --optimizer.lr?"),
+        (["none=3"], "the config none=3: No such file or directory: name a TOML file"),
         (["--steps", "3"], "the argument '--steps': did you mean --training.steps?"),
     ],
 )
@@ -260,7 +294,17 @@ def test_mistakes_are_named(args, message, capsys):
         ("[training]\nsteps = ", "is not valid TOML"),
         ("training = 3", "must be a table"),
         ("[training]\nsteps = true", "training.steps must be a whole number, got True"),
-        ("[training]\nsteps = '3'", "training.steps must be a whole number, got '3'"),
+        (
+            "[training]\nsteps = '3'",
+            "training.steps must be a whole number, got '3': write it without quotes",
+        ),
+        ("[optimizer]\nlr = '1e-3'", "must be a number, got '1e-3': write it without quotes"),
+        ("[optimizer]\nbetas = ['0.9', 1]", "got '0.9': write it without quotes"),
+        ("[training]\ncompile = 'true'", "must be true or false, got 'true': write it without"),
+        ("[training]\nsteps = '1e3'", r"must be a whole number, got '1e3' \(in"),
+        ("lr = 1e-3", "unknown key lr in .*config.toml: did you mean lr, a setting of .optimizer."),
+        ("max_iters = 3", "did you mean steps, a setting of .training."),
+        ("qwxz = 3", "unknown key qwxz in .*config.toml: it may be one of run, model"),
         (
             "[trainning]\nsteps = 3",
             "unknown section trainning in .*config.toml: did you mean training?",
@@ -295,6 +339,61 @@ def test_mistakes_in_the_file_are_named(tmp_path, toml, message):
         load(tmp_path, toml)
 
 
+# Keys, each with the setting that it was meant to be.
+MEANT = """
+schedule.decay schedule.name, schedule.type schedule.name, schedule.lr optimizer.lr,
+schedule.steps training.steps, schedule.warmup schedule.warmup_steps,
+checkpoint.every checkpoint.interval, checkpoint.dir checkpoint.folder,
+checkpoint.minutes checkpoint.interval_minutes, validation.every validation.interval,
+validation.steps validation.windows, evaluation.every evaluation.interval,
+metrics.every metrics.log_interval, metrics.project metrics.wandb_project,
+metrics.wandb_run_name run.name, data.folder data.path, data.dataset data.source,
+data.name data.source, data.workers data.num_workers, model.hidden_size model.n_embd,
+model.d_model model.n_embd, model.n_layers model.n_layer, model.num_key_value_heads model.n_kv_head,
+model.max_seq_len training.seq_len, model.dtype training.dtype, optimizer.rule optimizer.name,
+optimizer.momentum optimizer.betas, optimizer.wd optimizer.weight_decay,
+optimizer.head.wd optimizer.head.weight_decay, optimizer.head.name optimizer.head.rule,
+optimizer.Weight-Decay optimizer.weight_decay, training.grad_clip training.max_grad_norm,
+training.gradient_accumulation_steps training.global_batch_size, run.path run.folder,
+training.local_batch_size training.microbatch_size, training.weight_decay optimizer.weight_decay,
+activation_checkpoint.interval activation_checkpoint.every, run.output_dir run.folder,
+parallelism.tensor_parallel_degree parallelism.tp, lr_scheduler schedule, profiling profiler,
+grad-clip training.max_grad_norm, seed run.seed, steps training.steps, name run.name
+"""
+# Of these each would be a guess.
+GUESSES = """
+model.rope model.attention validation.source profiler.every guards.spike every mode size source gpus
+data.tokens optimizer.nesterov metrics.wandb_name model.path
+"""
+
+
+def test_the_setting_that_was_meant():
+    pairs = [pair.split() for pair in MEANT.split(",")]
+    for key, wanted in [*pairs, *((key, "") for key in GUESSES.split())]:
+        *above, name = key.split(".")
+        assert setting_meant(Config, above, name) == wanted, key
+
+
+def test_the_names_of_other_programs_are_known():
+    """Those of docs/coming_from.md, where one word stands for settings of one word each."""
+    text, known = (ROOT / "docs/coming_from.md").read_text(), 0
+    for left, right in re.findall(r"^\| (.*?) \| (.*?) \|$", text, re.MULTILINE):
+        settings = [word for word in re.findall(r"`([\w.]+)`", right) if "." in word]
+        for name in re.findall(r"`([a-z_0-9]+)`", left) if settings else ():
+            wanted = [f"model.{name}"] if settings == ["model."] else settings
+            # nanoGPT's is that of one pass, ours is asked for more often.
+            wanted += ["training.global_batch_size"] if name == "batch_size" else []
+            assert setting_meant(Config, [], name) in wanted, name
+            known += 1
+    assert known > 25
+
+
+def test_synonyms_lead_to_settings_that_are_there():
+    settings = [*settings_of(Config)]
+    dotted = [name for name in SYNONYMS if "." in name and name != "optimizer.rule"]
+    assert dotted and not {*dotted} - {*settings}
+
+
 def test_batch_and_layout_that_do_not_divide_are_refused_with_the_numbers():
     config = load_config(["--training.global_batch_size", "12"], "test")
     assert config.training.microbatches(4) == (3, 1)
@@ -304,6 +403,10 @@ def test_batch_and_layout_that_do_not_divide_are_refused_with_the_numbers():
         UserError, match="microbatch_size = 2 does not divide the 3 sequences .* 12 over 4 ranks"
     ):
         training.microbatches(4)
+    with pytest.raises(
+        UserError, match=r"divide the 1 sequence of each .*over 12 ranks\): choose 1"
+    ):
+        training.microbatches(12)
     with pytest.raises(UserError, match="global_batch_size = 12 does not divide over 5"):
         training.microbatches(5)
     parallelism = dataclasses.replace(config.parallelism, dp_replicate=2)

@@ -46,6 +46,41 @@ def test_mistakes(tmp_path, monkeypatch, text, message):
         read_sources("mine.toml")
 
 
+@pytest.mark.parametrize(
+    "wrong,near",
+    [
+        ("quikstart.toml", "quickstart.toml"),
+        ("quickstart", "quickstart.toml"),
+        ("Quick-Start.toml", "quickstart.toml"),
+        ("mine_2", "mine-2.toml"),
+        ("sub/mine", "sub/mine.toml"),
+        ("m", "m.toml"),
+        ("optimizers/mars-m.toml", "optimizers/mars_m.toml"),
+        ("optimizer/mars_m.toml", "optimizers/mars_m.toml"),
+        ("mars-m.toml", "optimizers/mars_m.toml"),
+        ("llama-8b", "llama_8b.toml"),
+        ("qwen3-06b.toml", "qwen3_0.6b.toml"),
+    ],
+)
+def test_the_nearest_config_is_named(tmp_path, monkeypatch, wrong, near):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    write(tmp_path, **{"m": "", "mine-2": "", "sub/mine": ""})
+    with pytest.raises(UserError, match=f"config {wrong}: .*: did you mean {near}\\?"):
+        load_config([wrong], "test")
+
+
+@pytest.mark.parametrize("given", ["", "no-such.toml", "quickstart.toml no-such.toml"])
+def test_a_config_that_is_like_none(tmp_path, monkeypatch, given):
+    """The variable is named where the config is from it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CONFIG_FILE", given)
+    with pytest.raises(UserError) as error:
+        load_config(["no-such.toml"], "test")
+    remedy = "set CONFIG_FILE to a TOML file" if given else "name a TOML file"
+    assert str(error.value).endswith(f": No such file or directory: {remedy}")
+
+
 def test_a_file_that_is_extended_often_is_read_once_and_counts_where_it_comes_last(
     tmp_path, monkeypatch
 ):

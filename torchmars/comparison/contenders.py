@@ -64,8 +64,9 @@ def find_contender(name: str) -> Contender:
         return Contender(name, read_toml(shipped[name])["optimizer"])
     if not name.endswith(".toml"):
         raise UserError(
-            f"--optimizers: there is no {name!r}: {meant(name, list(shipped))}"
-            f"It may be {', '.join(shipped)}, or a TOML file with an [optimizer] section"
+            f"--optimizers: there is no {name!r}: "
+            + meant(name, [*shipped], f"it may be {', '.join(shipped)}, or a TOML file ")
+            + "with an [optimizer] section"
         )
     tables = read_toml(Path(name))
     table = tables.pop("optimizer", None)

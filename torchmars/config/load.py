@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -25,12 +26,21 @@ from torchmars.core.help import help_asked, print_help_if_asked
 from torchmars.core.options import take_options
 from torchmars.core.places import place
 from torchmars.core.secrets import has_credentials
-from torchmars.core.typed import hint_at, make, read_words, settings_called, unprintable
+from torchmars.core.typed import (
+    hint_at,
+    make,
+    read_words,
+    setting_meant,
+    settings_of,
+    table_in,
+    unprintable,
+)
 from torchmars.optim.rules import RULES
 
 COMMAND_LINE = "on the command line"
 # Other commands, which have no config, have this option too.
 SHORT = {"--plugins": "--run.plugins"}
+SECTIONS = [each.name for each in dataclasses.fields(Config)]
 OVERRIDES = "overrides look like --section.key value, see --help"
 # For options that other programs have.
 REMEDIES = {
@@ -114,10 +124,25 @@ def sources_of(files: list[str]) -> list[NamedTables]:
 
     The first file gives the run its name, where no table does.
     """
-    sources = [source for file in files for source in find_sources(file)]
+    sources = [source for file in files for source in sources_named(file)]
     if files:
         sources.insert(0, (f"the name of {files[0]}", {"run": {"name": config_name(files[0])}}))
     return sources
+
+
+def sources_named(file: str) -> list[NamedTables]:
+    """Return the tables of a config file or a preset. Raises `UserError`, also for a setting."""
+    try:
+        return find_sources(file)
+    except UserError:
+        name, equals, value = file.partition("=")
+        near = name if name in settings_of(Config) else ""
+        if equals and not near:
+            near = setting_meant(Config, [], name.replace(".", "_"))
+        if os.path.lexists(file) or near in ("", *SECTIONS):
+            raise
+        given = f"--{near} {value}".strip()
+        raise UserError(f"cannot read the config {file}: did you mean {given}?") from None
 
 
 def is_set(sources: list[NamedTables], setting: str) -> bool:
@@ -307,8 +332,7 @@ def parse_overrides(args: list[str]) -> Tables:
         option = SHORT.get(option, option)
         *path, key = option.removeprefix("--").replace("-", "_").split(".")
         if not (option.startswith("--") and path and key):
-            meant = settings_called(Config, key) if option.startswith("--") else []
-            remedy = f"did you mean --{meant[0]}?" if meant else REMEDIES.get(option, OVERRIDES)
+            remedy = REMEDIES.get(option) or remedy_for(key if option.startswith("--") else "")
             raise UserError(f"cannot read the argument {option!r}: {remedy}")
         following = [] if equals else list(takewhile(is_value, args[1:]))
         args = args[1 + len(following) :]
@@ -326,6 +350,26 @@ def parse_overrides(args: list[str]) -> Tables:
     return tables
 
 
+def remedy_for(name: str) -> str:
+    """Return what to write instead of `name` on the command line, which says no section."""
+    near = name if name in SECTIONS else name and setting_meant(Config, [], name)
+    if near in SECTIONS:
+        return section_remedy(near)
+    short = {setting: option for option, setting in SHORT.items()}
+    return f"did you mean {short.get(f'--{near}', f'--{near}')}?" if near else OVERRIDES
+
+
+def section_remedy(section: str) -> str:
+    """Return what to write instead of the name of a section as an option."""
+    first = next((name for name in settings_of(Config) if name.startswith(f"{section}.")), "")
+    if not first:
+        return f"{section} is an array of tables: write [[{section}]] tables in a TOML file"
+    return (
+        f"--{section} is a section: write --{first} ...; torchmars train --help {section} "
+        "lists its settings"
+    )
+
+
 def is_value(arg: str) -> bool:
     """Return whether an argument is no option."""
     return not arg.startswith("--")
@@ -338,6 +382,8 @@ def read_override(path: list[str], words: list[str]) -> Any:
         hint = hint_at(Config, renewed_path(path)) if gone is None else type(gone)
     except KeyError:  # a plugin's, or none: `make` says which name was meant
         hint = Any
+    if table_in(hint) is not None:
+        raise UserError(section_remedy(".".join(path)))
     return read_words(words, hint, ".".join(path))
 
 

@@ -14,6 +14,7 @@ from torchmars.config.model_args import ModelArgs, family_fields
 from torchmars.core.bounds import KeyOf, Range
 from torchmars.core.errors import UserError, no_exit
 from torchmars.core.help import documentation
+from torchmars.core.synonyms import folded
 
 A = TypeVar("A", bound=ModelArgs)
 
@@ -23,6 +24,19 @@ MODELS = {"gpt2": "torchmars.models.gpt2.GPT2", "llama": "torchmars.models.llama
 OWN: dict[str, type[ModelArgs]] = {"gpt2": GPT2Args, "llama": LlamaArgs}
 INSTEAD = ", instead of the named size's"
 VOCABULARY_MULTIPLE = 64  # rows of the token table: matrix units like whole tiles
+
+
+class FamilyName(KeyOf):
+    """Bounds of the name of a family; the name of a size is no family's."""
+
+    def meant(self, value: str) -> str:
+        """Return the question whether another family was meant, also one of its sizes."""
+        for family, settings in OWN.items():
+            part = folded(value).removeprefix(f"{family}_")
+            for size in settings.sizes if len(part) > 1 else ():
+                if folded(size).startswith(part):
+                    return f"did you mean --model.name {family} --model.size {size}? "
+        return super().meant(value)
 
 
 def fields_of_families(families: Mapping[str, type[ModelArgs]]) -> dict[str, tuple[Any, Any, str]]:
@@ -47,7 +61,7 @@ def fields_of_families(families: Mapping[str, type[ModelArgs]]) -> dict[str, tup
 class ModelConfig:
     """Which model is trained."""
 
-    name: Annotated[str, KeyOf(MODELS), Mark.IDENTITY] = "gpt2"
+    name: Annotated[str, FamilyName(MODELS), Mark.IDENTITY] = "gpt2"
     """Model family. llama: also Qwen2, Qwen3, Qwen3-MoE, Mixtral and GLM-4.5."""
     size: Annotated[str, Mark.IDENTITY] = "nano"
     """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).

@@ -7,11 +7,19 @@ merges FAMILY_SIZE.toml, the rule's file of optimizers/, data/DATA.toml and the 
 import os
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
-from torchmars.config.toml_files import SHIPPED, NamedTables, Tables, read_sources, read_toml
+from torchmars.config.toml_files import (
+    SHIPPED,
+    NamedTables,
+    Tables,
+    nearest_config,
+    read_sources,
+    read_toml,
+)
 from torchmars.core.errors import UserError
 from torchmars.core.places import local_place
-from torchmars.core.typed import meant
+from torchmars.core.typed import question
 
 # The settings of a row belong to [optimizer], except for these.
 SECTIONS = {"min_lr": "schedule"}
@@ -67,7 +75,7 @@ def find_sources(name: str) -> list[NamedTables]:
         return read_presets()[name].sources()
     raise UserError(
         f"cannot read the config {name}: there is no such file or preset: "
-        f"{meant(name, list(read_presets()))}See torchmars presets"
+        + question(nearest_config(Path(name), read_presets()), "see torchmars presets")
     )
 
 

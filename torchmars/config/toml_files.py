@@ -1,6 +1,7 @@
 """Config files: where they are, which others they extend, and their tables merged."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import tomli
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text
 from torchmars.core.places import local_place
-from torchmars.core.typed import make
+from torchmars.core.typed import make, nearest, question
 
 # A link to the folder at the top of the repository; an installed package has a copy.
 SHIPPED = Path(__file__).parents[1] / "train_configs"
@@ -67,14 +68,34 @@ def read_toml(path: Path) -> Tables:
     try:
         return tomli.loads(read_text(path))
     except OSError as error:
+        given = os.environ.get("CONFIG_FILE", "")
+        file = "set CONFIG_FILE to" if str(path) in (given, *given.split()) else "name"
+        near = nearest_config(path) if isinstance(error, FileNotFoundError) else ""
         raise UserError(
-            f"cannot read the config {path}: {error.strerror}: name a TOML file "
-            "(CONFIG_FILE, or the first argument)"
+            f"cannot read the config {path}: {error.strerror}: "
+            + (question(near).strip() or f"{file} a TOML file")
         ) from None
     except RecursionError:
         raise UserError(f"{path} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # no TOML, no UTF-8, or a number of more digits than Python reads
         raise UserError(f"{path} is not valid TOML: {error}") from None
+
+
+def nearest_config(path: Path, presets: Iterable[str] = ()) -> str:
+    """Return the name of the config that `path` was meant to be; "" if none is like it.
+
+    It is one of ours, one of `presets`, or a file beside `path`.
+    """
+    ours = [each.relative_to(SHIPPED) for each in sorted(SHIPPED.rglob("*.toml"))]
+    files = [each for each in ours if each.parts[0] != "presets"]
+    try:
+        beside = sorted(path.parent.glob("*.toml"))
+    except OSError:  # as for a name that is too long
+        beside = []
+    known = {each.stem: str(each) for each in reversed(files)}  # without its folder
+    known |= {str(each.with_suffix("")): str(each) for each in [*files, *beside]}
+    known |= {each: each for each in presets}
+    return known.get(nearest(str(path).removesuffix(".toml"), [*known], likeness=0.8), "")
 
 
 def merge(base: Tables, other: Tables) -> Tables:

@@ -10,6 +10,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from torchmars.core.places import place, place_problem
+from torchmars.core.typed import meant
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -57,8 +58,9 @@ class WordOrNumber(Bounds):
         number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not number and value not in self.words:
             words = ", ".join(f'"{word}"' for word in self.words)
+            near = f": {meant(str(value), self.words)}".rstrip(": ")
             raise ValueError(
-                f"must be one of {words}, or a whole number of at least 1, got {value!r}"
+                f"must be one of {words}, or a whole number of at least 1, got {value!r}{near}"
             )
         return value
 
@@ -93,8 +95,15 @@ class KeyOf(Bounds):
         """Return such a key. Raises `ValueError` for another text."""
         if value not in self.table:
             known = ", ".join(f'"{key}"' for key in self.table)
-            raise ValueError(f"must be one of {known}, or a plugin's (--plugins), got {value!r}")
+            near = f": {self.meant(value)}".rstrip(": ")
+            raise ValueError(
+                f"must be one of {known}, or a plugin's (--plugins), got {value!r}{near}"
+            )
         return value
+
+    def meant(self, value: str) -> str:
+        """Return the question whether another key was meant; "" if none is like it."""
+        return meant(value, [*self.table])
 
 
 @dataclass(frozen=True)

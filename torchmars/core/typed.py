@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import pathlib
 import re
 import types
 import typing
@@ -19,34 +20,14 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from torchmars.core.errors import UserError
+from torchmars.core.synonyms import GENERIC, folded, ours
 
 T = TypeVar("T")
 Path = Sequence[int | str]  # the keys and indices that lead to a value
 # Tables within tables. Our files have fewer levels; thousands would exhaust Python's stack.
 LEVELS = 16
-LIKENESS = 0.55  # of a misspelt name, from 0 to 1; below it a hint misleads
-# Names of other programs for ours.
-SYNONYMS = {
-    "sample": "generate",
-    "eval": "evaluate",
-    "tokenize": "prepare",
-    "convert": "export",
-    "benchmark": "bench",
-    "resume": "train",
-    "finetune": "train",
-    "dry-run": "plan",
-    "batch_size": "global_batch_size",
-    "micro_batch_size": "microbatch_size",
-    "block_size": "seq_len",
-    "context_length": "seq_len",
-    "max_steps": "steps",
-    "max_iters": "steps",
-    "warmup": "warmup_steps",
-    "warmup_iters": "warmup_steps",
-    "out_dir": "folder",
-    "bf16": "bfloat16",
-    "fp32": "float32",
-}
+# Of a misspelt name, from 0 to 1; below it a hint misleads. Names of settings are more alike.
+LIKENESS, OF_SETTING = 0.6, 0.73
 LARGEST = 10**1000  # Python refuses to print whole numbers of some thousand digits
 
 
@@ -69,17 +50,19 @@ def make(kind: type[T], value: Any, source: Callable[[str], str] | str = "", nam
     unknown = [each for each in errors if each["type"] == "unexpected_keyword_argument"]
     first = (unknown or errors)[0]
     path = first["loc"][:-2] if first["loc"][-1:] == ("[key]",) else first["loc"]
-    if unknown:
-        raise unknown_key(kind, path, source)
     if first["type"] == "missing" and isinstance(path[-1], str):
         raise mistake(path, "is missing", source, name)
     if first["type"] == "value_error":
         raise mistake(path, str(first["ctx"]["error"]), source, name)
     path = path[:-1] if first["type"] == "missing" else path
     got = functools.reduce(lambda owner, step: owner[step], path, value)
+    if unknown:
+        raise unknown_key(kind, path, got, source)
     hint = without_none(hint_at(kind, path))
     choices = [*map(str, typing.get_args(hint))] if typing.get_origin(hint) is Literal else []
-    near = f": {question}".rstrip() if (question := meant(str(got), choices)) else ""
+    near = f": {meant(str(got), choices)}".rstrip(": ")
+    if isinstance(got, str) and hint in (int, float, bool) and read_word(got, hint) != got:
+        near = ": write it without quotes"
     raise mistake(path, f"must be {describe(hint)}, got {got!r}{near}", source, name)
 
 
@@ -116,51 +99,102 @@ def mistake(path: Path, problem: str, source: Callable[[str], str] | str, name: 
     return UserError(f"{key} {problem}{where and f' ({where})'}".strip())
 
 
-def unknown_key(kind: Any, path: Path, source: Callable[[str], str] | str) -> UserError:
-    """Return the error of a key that is not there, with the one that looks most like it."""
+def unknown_key(kind: Any, path: Path, got: Any, source: Callable[[str], str] | str) -> UserError:
+    """Return the error of a key that is not there, with the one that was meant, if any is like it.
+
+    `got` is its value.
+    """
     *above, key = path
-    known = [each.name for each in dataclasses.fields(without_none(hint_at(kind, above)))]
     owner = [step for step in above if isinstance(step, str)]
     full = ".".join([*owner, str(key)])
-    elsewhere = settings_called(kind, str(key))
-    initials = "".join(word[:1] for word in str(key).split("_"))  # of learning_rate: lr
-    near = initials if initials in known else nearest(str(key), known)
-    near = elsewhere[0] if elsewhere else near and ".".join([*owner, near])
+    near = setting_meant(kind, above, str(key))
+    section, _, name = near.rpartition(".")
+    if section and not owner:  # a setting above all sections
+        near = f"{name}, a setting of [{section}]"
     where = source if isinstance(source, str) else source(full)
+    known = [each.name for each in dataclasses.fields(without_none(hint_at(kind, above)))]
     return UserError(
-        f"unknown {'key' if owner else 'section'} {full}{where and f' {where}'}: "
-        + (f"did you mean {near}?" if near else f"it may be one of {', '.join(known)}")
+        f"unknown {'section' if isinstance(got, dict) and not owner else 'key'} {full}"
+        f"{where and f' {where}'}: "
+        + (question(near).strip() or f"it may be one of {', '.join(known)}")
     )
 
 
-def settings_called(kind: Any, name: str) -> list[str]:
-    """Return the dotted names of the fields called `name`, of a dataclass and those within it.
+def setting_meant(kind: Any, above: Path, key: str) -> str:
+    """Return the dotted name that `key`, which no field of the table `above` has, was meant to be.
 
-    A name that others use for a field finds it too.
+    It is a setting, or a section, of the dataclass `kind`: "" if none is like it. A setting of
+    another section is one only by a synonym, or by an exact name that it alone has.
     """
-    found = []
+    owner = [step for step in above if isinstance(step, str)]
+    known = [each.name for each in dataclasses.fields(without_none(hint_at(kind, above)))]
+    settings = [*settings_of(kind)]
+    others = ours(key)
+    for section, _, name in (each.rpartition(".") for each in others):
+        if name in known and section in ("", *owner[:1]):
+            return ".".join([*owner, name])
+    alone, bare = names_alone(settings), folded(key)
+    near = nearest(key, known, likeness=1) if owner else ""
+    if near and bare not in alone:
+        return ".".join([*owner, near])
+    others = [each for each in others if each in settings]
+    if len(others) > 1 or bare in GENERIC:  # nowhere but in these sections
+        others = [each for each in others if each.endswith(f".{bare}")]
+    if other := next(iter(others), alone.get(bare, "")):
+        return other
+    if not owner and bare not in GENERIC:
+        alone |= {each.replace(".", "_"): each for each in settings}  # training_steps
+        if near := nearest(key, [*alone], OF_SETTING):
+            return alone[near]
+    near = "" if bare in GENERIC else nearest(key, known, OF_SETTING)
+    return near and ".".join([*owner, near])
+
+
+def settings_of(kind: Any, above: str = "") -> Iterator[str]:
+    """Yield the dotted names of the fields of a dataclass and of those within it."""
     for field, hint in typing.get_type_hints(kind).items():
         inner = without_none(hint)
-        if field in (name, SYNONYMS.get(name)):
-            found.append(field)
-        elif dataclasses.is_dataclass(inner):
-            found += [f"{field}.{each}" for each in settings_called(inner, name)]
-    return found
+        if dataclasses.is_dataclass(inner):
+            yield from settings_of(inner, f"{above}{field}.")
+        else:
+            yield above + field
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the name among those `known` that `name` was meant to be; "" if none is like it."""
-    bare = {each.strip("-"): each for each in known}
-    name = name.strip("-")
-    if SYNONYMS.get(name) in bare:
-        return bare[SYNONYMS[name]]
-    return next((bare[each] for each in difflib.get_close_matches(name, bare, 1, LIKENESS)), "")
+def names_alone(settings: Sequence[str]) -> dict[str, str]:
+    """Return the dotted name of each setting of a section whose name alone says what it is."""
+    dotted = [each for each in settings if each.count(".") == 1]
+    names = [each.partition(".")[2] for each in dotted]
+    return {
+        name: each
+        for name, each in zip(names, dotted)
+        if names.count(name) == 1 and name not in GENERIC
+    }
 
 
-def meant(name: str, known: Sequence[str]) -> str:
-    """Return the question whether another name was meant, and a space; "" if none is like it."""
-    near = nearest(name, known)
-    return f"did you mean {near}? " if near else ""
+def nearest(name: str, known: Sequence[str], likeness: float = LIKENESS) -> str:
+    """Return the name among those `known` that `name` was meant to be; "" if none is like it.
+
+    It is another spelling, a synonym, the only one of which it is a part, or the most like it.
+    """
+    bare = {folded(each): each for each in known}
+    name = folded(name)
+    whole = [each for each in bare if each.startswith(name) or each.endswith(f"_{name}")]
+    alone = len(whole) == 1 and len(name) > 2
+    near = [name, *map(folded, ours(name)), *(whole if alone else [])]
+    near += difflib.get_close_matches(name, bare, 1, likeness)
+    return next((bare[each] for each in near if each in bare), "")
+
+
+def meant(name: str, known: Sequence[str], otherwise: str = "") -> str:
+    """Return the question whether another name was meant, if one is like it, then `otherwise`."""
+    return question(nearest(name, known), otherwise)
+
+
+def question(near: str, otherwise: str = "") -> str:
+    """Return the question whether `near` was meant, unless it is "", and a space; `otherwise`."""
+    if not near:
+        return otherwise
+    return f"did you mean {near}? {otherwise[:1].upper()}{otherwise[1:]}"
 
 
 def hint_at(kind: Any, path: Path) -> Any:
@@ -251,6 +285,7 @@ def describe(hint: Any) -> str:
         kinds = {str: "a list of strings", float: "a list of numbers"}
         return kinds.get(without_none(args[0]), "an array of tables")
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    names |= dict.fromkeys((pathlib.Path, pathlib.PurePath), "the path of a file or folder")
     return names.get(hint, "a table")
 
 

@@ -150,6 +150,6 @@ def load_tokenizer(name: str) -> Tokenizer:
     if os.path.exists(name):
         return FileTokenizer(name)
     raise UserError(
-        f"data.tokenizer: there is none called {name!r}: {meant(name, known)}"
-        f"It is one of {', '.join(known)}, or the path of a tokenizer.json"
+        f"data.tokenizer: there is none called {name!r}: "
+        + meant(name, known, f"it is one of {', '.join(known)}, or the path of a tokenizer.json")
     )

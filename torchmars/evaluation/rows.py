@@ -66,8 +66,9 @@ def read_questions(name: str, shots: int) -> tuple[list[Question], list[Question
         task = Task(last_word if "text" in rows[0] else multiple_choice, name, None, "", None)
     else:
         raise UserError(
-            f"there is no task {task_name!r}: {meant(task_name, list(TASKS))}"
-            f"They are {', '.join(TASKS)}. A file of questions is named *{SUFFIXES[0]}"
+            f"there is no task {task_name!r}: "
+            + meant(task_name, [*TASKS], f"they are {', '.join(TASKS)}. ")
+            + f"A file of questions is named *{SUFFIXES[0]}"
         )
     questions = examples = ask_all(task, rows, source)
     if shots and task.examples and not equals:
