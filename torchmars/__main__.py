@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 from torchmars.core.console import say
-from torchmars.core.errors import exit_on_user_error
+from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.help import HELP
 from torchmars.core.options import choose
 
+VERSION = "--version"
 FOLDER = Path(__file__).parent / "commands"
 DESCRIPTION = "Pretraining of language models with the MARS family of optimizers."
 
@@ -16,13 +18,18 @@ DESCRIPTION = "Pretraining of language models with the MARS family of optimizers
 def main() -> None:
     """Run the command that the first argument names on the other arguments."""
     with exit_on_user_error():
-        if sys.argv[1:] == ["--version"]:
+        known = commands()
+        args = sys.argv[1:]
+        if args[:1] and args[0] in HELP and args[1:]:  # --help COMMAND, or a section of settings
+            args = [args[1], "--help"] if args[1] in known else ["train", *args]
+        if args[:1] and args[0].endswith(".toml"):
+            raise UserError(f"unknown command {args[0]!r}: did you mean torchmars train {args[0]}?")
+        command = choose(args, known | {VERSION: "Print the version."}, "torchmars", DESCRIPTION)
+        if command == VERSION:
             from torchmars.core.version import __version__  # it reads files
 
-            say(f"torchmars {__version__}")
-            return
-        command = choose(sys.argv[1:], commands(), "torchmars", DESCRIPTION)
-        sys.argv = [f"torchmars {command}", *sys.argv[2:]]
+            return say(f"torchmars {__version__}")
+        sys.argv = [f"torchmars {command}", *args[1:]]
         importlib.import_module(f"torchmars.commands.{command.replace('-', '_')}").main()
 
 

@@ -4,8 +4,10 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from torchmars import __version__
-from torchmars.__main__ import commands
+from torchmars.__main__ import commands, main
 
 # All but torchrun's own options, which `launch` shows.
 ARGUMENTS = [
@@ -66,3 +68,32 @@ def test_help_has_a_section_and_those_within_it(call):
     assert "  --training.float8.recipe {" in out and "--optimizer.lr" not in out
     code, out, err = call("train", "--help", "trainig")
     assert code == 2 and "no such section: did you mean training? They are run, model, " in err
+    code, out, err = call("train", "--help", "qwxz")
+    assert code == 2 and "there is no such section: they are run, model, " in err
+
+
+@pytest.mark.parametrize("setting", ["optimizer.lr", "training.float8.recipe", "run.plugins"])
+def test_help_has_one_setting(call, setting):
+    section = setting.rpartition(".")[0]
+    code, out, err = call("train", "--help", setting)
+    assert code == 0 and not err and out.startswith(f"[{section}]:\n")
+    assert re.findall(r"^  --(\S+)", out, re.MULTILINE) == [setting]
+    whole = " ".join(call("train", "--help", section)[1].split())
+    text = " ".join(out[out.index("\n  --") :].split())
+    assert text in whole and len(text) > 40
+    code, out, err = call("train", "--help", f"{setting}_")
+    assert code == 2 and f"did you mean {setting}? They are run" in err
+
+
+def test_help_before_a_word(monkeypatch, capsys):
+    """`torchmars --help WORD` is of a command, or of the settings, as `train --help WORD` is."""
+
+    def said(*args):
+        monkeypatch.setattr(sys, "argv", ["torchmars", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    for word in ("optimizer", "data.source", "qwxz", "all"):
+        assert said("--help", word) == said("train", "--help", word)
+    assert said("-h", "plan") == said("plan", "--help")

@@ -61,6 +61,10 @@ def test_an_unknown_command_is_named(monkeypatch, capsys):
         ("sample", "did you mean torchmars generate?"),
         ("eval", "did you mean torchmars evaluate?"),
         ("compere", "did you mean torchmars compare?"),
+        ("version", "did you mean torchmars --version?"),
+        ("help", "did you mean torchmars --help?"),
+        ("m.toml", "did you mean torchmars train m.toml?"),
+        ("sub/my-m.toml", "did you mean torchmars train sub/my-m.toml?"),
         ("xyz", "torchmars --help lists them"),
     ],
 )

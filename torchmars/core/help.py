@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from torchmars.core.bounds import KeyOf
 from torchmars.core.errors import Ended, UserError
-from torchmars.core.typed import meant, table_in, without_none
+from torchmars.core.typed import question, setting_meant, settings_of, table_in, without_none
 
 T = TypeVar("T")
 HELP = {"-h", "--help"}
@@ -86,8 +86,8 @@ def print_help_if_asked(
     if named is None:
         return
     sections = [*sections_of(settings)]
-    if sections and named not in ("", "all"):
-        print_sections(named, sections)
+    if settings is not None and named not in ("", "all"):
+        print_sections(named, settings)
         raise Ended(0)
     documented = next(kind for kind in (*options, settings) if kind is not None)
     places = [each.usage for kind in options for each in options_of(kind) if each.positional]
@@ -125,23 +125,33 @@ def help_asked(args: list[str]) -> tuple[str | None, list[str]]:
     return "".join(after[:count]), rest
 
 
-def print_sections(named: str, sections: list[tuple[str, str, type]]) -> None:
-    """Print the settings of the section `named` and of those within it. Raises `UserError`."""
-    known = [name for name, *_ in sections]
-    if named not in known:
+def print_sections(named: str, settings: type) -> None:
+    """Print the settings of the section `named` and of those within it, or the one so called.
+
+    Raises `UserError` if there is none.
+    """
+    sections = {each[0]: each for each in sections_of(settings)}
+    section, _, setting = named.rpartition(".")
+    shown = [each for name, each in sections.items() if f"{name}.".startswith(f"{named}.")]
+    one = [sections[section]] if section and named in settings_of(settings) else []
+    if not shown and not one:
+        above = section.split(".") if section in sections else []
+        near = setting_meant(settings, above, setting)
         raise UserError(
-            f"--help {named}: there is no such section: {meant(named, known)}"
-            f"They are {', '.join(known)}"
+            f"--help {named}: there is no such section: "
+            + question(near, f"they are {', '.join(sections)}")
         )
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
-    add_sections(parser, [each for each in sections if f"{each[0]}.".startswith(f"{named}.")])
+    add_sections(parser, shown or one, "" if shown else setting)
     parser.print_help()
 
 
-def add_sections(parser: argparse.ArgumentParser, sections: list[tuple[str, str, type]]) -> None:
-    """Add the fields of sections, each a name, a description and a type, to a parser."""
+def add_sections(
+    parser: argparse.ArgumentParser, sections: list[tuple[str, str, type]], only: str = ""
+) -> None:
+    """Add the fields of sections, each a name, a description and a type, or `only` that field."""
     for name, text, section in sections:
-        add_fields(parser.add_argument_group(f"[{name}]", text), section, f"{name}.")
+        add_fields(parser.add_argument_group(f"[{name}]", text), section, f"{name}.", only)
 
 
 def sections_of(settings: type | None) -> Iterator[tuple[str, str, type]]:
@@ -161,11 +171,13 @@ def sections_of(settings: type | None) -> Iterator[tuple[str, str, type]]:
                 yield f"{name}.{inner}", text, each
 
 
-def add_fields(group: "argparse._ActionsContainer", kind: type, prefix: str = "") -> None:
-    """Add the fields of a dataclass to a parser, except sections and arrays of tables."""
+def add_fields(
+    group: "argparse._ActionsContainer", kind: type, prefix: str = "", only: str = ""
+) -> None:
+    """Add the fields of a dataclass, or `only` that one, except sections and arrays of tables."""
     texts = documentation(kind)
     for each in options_of(kind):
-        if table_in(each.hint) is not None:
+        if table_in(each.hint) is not None or only not in ("", each.name):
             continue
         text, value = texts.get(each.name, ""), metavar(each.hint)
         if len(value) > LONGEST_VALUE:
