@@ -178,6 +178,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
         == text
     )
     words = (run, "--prompt", "The ", "--max_tokens", 20)
+    assert command(*words, "--seed", 4, "--step", 30) == text
     alone = [command(*words, "--seed", seed) for seed in (4, 5, 6)]
     together = command(*words, "--seed", 4, "--samples", 3)
     assert together == f"{'-' * 15}\n".join(alone) and len({*alone}) == 3
@@ -185,6 +186,8 @@ def test_command_line(tmp_path, capsys, monkeypatch):
         ((tmp_path / "nothing",), "neither a checkpoint nor a run"),
         ((run, "--max_tokens", 0), "--max_tokens must be"),
         ((run, "--temperature", -1), "--temperature must be"),
+        ((run, "--step", 29), "has no checkpoint of step 29"),
+        ((run, "--temp", 1), "unknown option --temp: did you mean --temperature?"),
     ]:
         with pytest.raises(SystemExit) as ended:
             command(*args)

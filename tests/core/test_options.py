@@ -1,7 +1,7 @@
 """A command's own options: by place, by name, and one line for each mistake."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated
 
 import pytest
@@ -77,6 +77,38 @@ def test_a_list_in_the_last_place_takes_what_is_left():
         show("all", "a", "a" * 300)
     with pytest.raises(UserError, match="--log: aaa.* cannot be a path"):
         show("all", "a", "--log", "a" * 300)
+
+
+@dataclass
+class Look:
+    """Look at a run."""
+
+    run: Positional[PurePath]
+    tasks: str | None = None
+    """Tasks, with commas between them."""
+    top_size: int = 1
+    """How many."""
+    out: Path | None = None
+    """Where to."""
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        ("r --tasks a b", "'b': if it belongs to --tasks, write --tasks a,b"),
+        ("--tasks a b r", "'r': if it belongs to --tasks, write --tasks a,b"),
+        ("r --tasks=a b", "'b': see --help"),
+        ("r --top-size 3 b", "'b': see --help"),
+        ("r --out", "--out needs a value: it must be the path of a file or folder"),
+        ("r --top 3", "unknown option --top: did you mean --top-size?"),
+        ("r --size 3", "unknown option --size: did you mean --top-size?"),
+        ("r --TopSize 3", "unknown option --TopSize: did you mean --top-size?"),
+    ],
+)
+def test_what_was_meant(args, message):
+    with pytest.raises(UserError) as error:
+        parse(Look, args.split(), "look")
+    assert str(error.value).endswith(message)
 
 
 def test_what_is_no_option_of_the_command_is_left():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from torchmars.config.fields import Amount, Positive
+from torchmars.config.fields import Amount, Count, Positive
 from torchmars.config.plugins import PluginOptions
 from torchmars.core.bounds import Range
 from torchmars.core.console import say, write
@@ -29,6 +29,8 @@ class Generate(PluginOptions):
     folder: Positional[PurePath]
     """A checkpoint, a run, whose newest good checkpoint is taken, or a folder of transformers.
     hf:NAME is a model of the hub."""
+    step: Count | None = None
+    """Of a run, take the checkpoint of this step."""
     prompt: str = "\n"
     """Text to continue."""
     prompts: Path | None = None
@@ -56,7 +58,7 @@ def main() -> None:
         prompts = [prompt for prompt in prompts for _ in range(options.samples)]
         from torchmars.evaluation import sampling
 
-        model, tokenizer = sampling.load_onto_gpu(options.folder)
+        model, tokenizer = sampling.load_onto_gpu(options.folder, options.step)
         longest = max(len(sampling.encode(tokenizer, prompt)) for prompt in prompts)
         room = min(model.seq_len, longest + options.max_tokens)
         predict = sampling.predict_with_cache(model, room)

@@ -173,9 +173,9 @@ def following(tokenizer: Tokenizer, context: list[int], new: Sequence[int]) -> s
     return tokenizer.decode([*context, *new])[len(tokenizer.decode(context)) :]
 
 
-def load_onto_gpu(folder: PurePath) -> tuple[Model, Tokenizer]:
+def load_onto_gpu(folder: PurePath, step: int | None) -> tuple[Model, Tokenizer]:
     """Load a model as `load_model` does, onto the GPU where there is one."""
-    model, tokenizer, _ = load_model(folder)
+    model, tokenizer, _ = load_model(folder, step)
     try:
         return model.to(gpu_type() or "cpu"), tokenizer
     except torch.OutOfMemoryError:

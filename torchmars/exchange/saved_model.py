@@ -134,13 +134,14 @@ def checkpoint_of(run: PurePath, step: int) -> PurePath:
     return step_folder(folder, step)
 
 
-def load_model(folder: PurePath) -> tuple[Model, Tokenizer, ResolvedConfig]:
+def load_model(
+    folder: PurePath, step: int | None = None
+) -> tuple[Model, Tokenizer, ResolvedConfig]:
     """Load a model on the CPU. Return it, its tokenizer and its config.
 
-    `folder` is a checkpoint, a run, or a folder of transformers with a tokenizer.json. Raises
-    `UserError` if there is none, and `DamagedCheckpoint`.
+    `folder` and `step` are as in `open_any`. Raises `UserError` and `DamagedCheckpoint`.
     """
-    found = open_any(folder)
+    found = open_any(folder, step)
     model = found.model.to_empty(device="cpu")
     if isinstance(found, FolderModel):
         load_weights(found.weights, model.state_dict())
