@@ -85,6 +85,13 @@ def test_help_has_one_setting(call, setting):
     assert code == 2 and f"did you mean {setting}? They are run" in err
 
 
+@pytest.mark.parametrize("array,key", [("optimizer.groups", "pattern"), ("data.mixture", "weight")])
+def test_help_has_an_array_of_tables(call, array, key):
+    code, out, err = call("train", "--help", array)
+    assert code == 0 and not err and out.startswith(f"[[{array}]], tables of a TOML file")
+    assert f"  --{array}.{key} " in out
+
+
 def test_help_before_a_word(monkeypatch, capsys):
     """`torchmars --help WORD` is of a command, or of the settings, as `train --help WORD` is."""
 

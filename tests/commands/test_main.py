@@ -76,6 +76,20 @@ def test_a_word_of_other_programs_and_one_like_none(monkeypatch, capsys, word, r
     )
 
 
+@pytest.mark.parametrize(
+    "args,near",
+    [
+        (["train", "quickstart.toml", "--quite"], "--quiet"),
+        (["config", "--dif", "x"], "--diff"),
+        (["prepare", "quickstart.toml", "--rank", "3"], "--ranks"),
+        (["config", "--steps", "3"], "--training.steps"),
+    ],
+)
+def test_a_commands_own_option_that_was_meant(monkeypatch, capsys, args, near):
+    code, out, err = main(monkeypatch, capsys, *args)
+    assert (code, out) == (2, "") and err.endswith(f"': did you mean {near}?\n")
+
+
 def test_a_command_gets_the_other_arguments(monkeypatch, capsys):
     code, _, err = main(monkeypatch, capsys, "plan", "quickstart.toml", "--world-size", "0")
     assert code == 2 and "--world-size must be at least 1, got 0" in err

@@ -166,6 +166,7 @@ def test_groups_of_the_optimizer(tmp_path):
     "args,message",
     [
         (["--data", "1"], "'--data': --data is a section: write --data.source .*--help data lists"),
+        (["--Optimizer", "1"], "--optimizer is a section: write --optimizer.name ..."),
         (["--trainin", "1"], "--training is a section: write --training.steps ..."),
         (["--model=llama"], "'--model': --model is a section: write --model.name ..."),
         (
@@ -275,6 +276,7 @@ def test_groups_of_the_optimizer(tmp_path):
         (["steps=3"], "config steps=3: did you mean --training.steps 3?"),
         (["training.steps=10"], "config training.steps=10: did you mean --training.steps 10?"),
         (["data.tokenizr=a=b"], "did you mean --data.tokenizer a=b?"),
+        (["-optimizer.lr", "1"], "config -optimizer.lr: did you mean --optimizer.lr?"),
         (["optimizer.lr", "1"], "config optimizer.lr: did you mean --optimizer.lr?"),
         (["none=3"], "the config none=3: No such file or directory: name a TOML file"),
         (["--steps", "3"], "the argument '--steps': did you mean --training.steps?"),

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -22,13 +23,15 @@ from torchmars.config.source import parse_source
 from torchmars.config.toml_files import NamedTables, Tables, flattened, merge
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
-from torchmars.core.help import help_asked, print_help_if_asked
+from torchmars.core.help import help_asked, options_of, print_help_if_asked
 from torchmars.core.options import take_options
 from torchmars.core.places import place
 from torchmars.core.secrets import has_credentials
 from torchmars.core.typed import (
     hint_at,
     make,
+    nearest,
+    question,
     read_words,
     setting_meant,
     settings_of,
@@ -70,7 +73,7 @@ def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, Resolved
     """
     print_help(args, prog, kind)
     options, rest = take_options(kind, args)
-    return options, load_config(rest, prog), rest
+    return options, config_of(load_sources(rest, prog, kind)), rest
 
 
 def load_config(args: list[str], prog: str) -> ResolvedConfig:
@@ -88,7 +91,7 @@ def load_sources(args: list[str], prog: str, *options: type) -> list[NamedTables
     `--help` tells of the command's own `options` too. Raises `UserError`.
     """
     print_help(args, prog, *options)
-    return sources_in(args)
+    return sources_in(args, *options)
 
 
 def print_help(args: list[str], prog: str, *options: type) -> None:
@@ -110,13 +113,14 @@ def print_help(args: list[str], prog: str, *options: type) -> None:
     )
 
 
-def sources_in(args: list[str]) -> list[NamedTables]:
+def sources_in(args: list[str], *options: type) -> list[NamedTables]:
     """Return the tables of the files and of the overrides in `args`, and where each is from.
 
-    Raises `UserError`.
+    Raises `UserError`, which may name one of the command's own `options`.
     """
+    own = [each.spelled for kind in options for each in options_of(kind) if not each.positional]
     files = list(takewhile(lambda arg: not arg.startswith("--"), args))
-    return [*sources_of(files), (COMMAND_LINE, parse_overrides(args[len(files) :]))]
+    return [*sources_of(files), (COMMAND_LINE, parse_overrides(args[len(files) :], own))]
 
 
 def sources_of(files: list[str]) -> list[NamedTables]:
@@ -135,7 +139,7 @@ def sources_named(file: str) -> list[NamedTables]:
     try:
         return find_sources(file)
     except UserError:
-        name, equals, value = file.partition("=")
+        name, equals, value = file.lstrip("-").partition("=")
         near = name if name in settings_of(Config) else ""
         if equals and not near:
             near = setting_meant(Config, [], name.replace(".", "_"))
@@ -321,10 +325,10 @@ def check_places(config: ResolvedConfig) -> None:
             )
 
 
-def parse_overrides(args: list[str]) -> Tables:
+def parse_overrides(args: list[str], own: Sequence[str] = ()) -> Tables:
     """Return `--section.key value ...` and `--section.key=value` as nested tables.
 
-    Raises `UserError`.
+    Raises `UserError`, which may name one of the command's `own` options.
     """
     tables: Tables = {}
     while args:
@@ -332,7 +336,8 @@ def parse_overrides(args: list[str]) -> Tables:
         option = SHORT.get(option, option)
         *path, key = option.removeprefix("--").replace("-", "_").split(".")
         if not (option.startswith("--") and path and key):
-            remedy = REMEDIES.get(option) or remedy_for(key if option.startswith("--") else "")
+            remedy = REMEDIES.get(option) or question(nearest(option, own, 0.8)).strip()
+            remedy = remedy or remedy_for(key if option.startswith("--") else "")
             raise UserError(f"cannot read the argument {option!r}: {remedy}")
         following = [] if equals else list(takewhile(is_value, args[1:]))
         args = args[1 + len(following) :]

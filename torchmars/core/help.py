@@ -16,7 +16,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from torchmars.core.bounds import KeyOf
 from torchmars.core.errors import Ended, UserError
-from torchmars.core.typed import question, setting_meant, settings_of, table_in, without_none
+from torchmars.core.typed import (
+    hint_at,
+    question,
+    setting_meant,
+    settings_of,
+    table_in,
+    without_none,
+)
 
 T = TypeVar("T")
 HELP = {"-h", "--help"}
@@ -142,7 +149,11 @@ def print_sections(named: str, settings: type) -> None:
             + question(near, f"they are {', '.join(sections)}")
         )
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
-    add_sections(parser, shown or one, "" if shown else setting)
+    if one and (array := table_in(hint_at(settings, named.split(".")))):
+        title = f"[[{named}]], tables of a TOML file, not of the command line"
+        add_fields(parser.add_argument_group(title), array, f"{named}.")
+    else:
+        add_sections(parser, shown or one, "" if shown else setting)
     parser.print_help()
 
 

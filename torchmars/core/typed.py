@@ -129,11 +129,12 @@ def setting_meant(kind: Any, above: Path, key: str) -> str:
     owner = [step for step in above if isinstance(step, str)]
     known = [each.name for each in dataclasses.fields(without_none(hint_at(kind, above)))]
     settings = [*settings_of(kind)]
-    others = ours(key)
+    alone, bare, others = names_alone(settings), folded(key), ours(key)
+    if bare in known:  # in other letters
+        return ".".join([*owner, bare])
     for section, _, name in (each.rpartition(".") for each in others):
         if name in known and section in ("", *owner[:1]):
             return ".".join([*owner, name])
-    alone, bare = names_alone(settings), folded(key)
     near = nearest(key, known, likeness=1) if owner else ""
     if near and bare not in alone:
         return ".".join([*owner, near])
