@@ -19,7 +19,7 @@ from torchmars.config.load import config_from_tables, load_config
 from torchmars.config.optimizer import resolve_routers
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.synonyms import SYNONYMS
-from torchmars.core.typed import setting_meant, settings_of
+from torchmars.core.typed import dotted_names, setting_meant
 
 
 def load(tmp_path, toml, *args):
@@ -391,7 +391,7 @@ def test_the_names_of_other_programs_are_known():
 
 
 def test_synonyms_lead_to_settings_that_are_there():
-    settings = [*settings_of(Config)]
+    settings = [*dotted_names(Config)]
     dotted = [name for name in SYNONYMS if "." in name and name != "optimizer.rule"]
     assert dotted and not {*dotted} - {*settings}
 

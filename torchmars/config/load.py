@@ -28,13 +28,13 @@ from torchmars.core.options import take_options
 from torchmars.core.places import place
 from torchmars.core.secrets import has_credentials
 from torchmars.core.typed import (
+    dotted_names,
     hint_at,
     make,
     nearest,
     question,
     read_words,
     setting_meant,
-    settings_of,
     table_in,
     unprintable,
 )
@@ -140,7 +140,7 @@ def sources_named(file: str) -> list[NamedTables]:
         return find_sources(file)
     except UserError:
         name, equals, value = file.lstrip("-").partition("=")
-        near = name if name in settings_of(Config) else ""
+        near = name if name in dotted_names(Config) else ""
         if equals and not near:
             near = setting_meant(Config, [], name.replace(".", "_"))
         if os.path.lexists(file) or near in ("", *SECTIONS):
@@ -366,7 +366,7 @@ def remedy_for(name: str) -> str:
 
 def section_remedy(section: str) -> str:
     """Return what to write instead of the name of a section as an option."""
-    first = next((name for name in settings_of(Config) if name.startswith(f"{section}.")), "")
+    first = next((name for name in dotted_names(Config) if name.startswith(f"{section}.")), "")
     if not first:
         return f"{section} is an array of tables: write [[{section}]] tables in a TOML file"
     return (

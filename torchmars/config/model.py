@@ -14,7 +14,7 @@ from torchmars.config.model_args import ModelArgs, family_fields
 from torchmars.core.bounds import KeyOf, Range
 from torchmars.core.errors import UserError, no_exit
 from torchmars.core.help import documentation
-from torchmars.core.synonyms import folded
+from torchmars.core.synonyms import spelled_plainly
 
 A = TypeVar("A", bound=ModelArgs)
 
@@ -32,9 +32,9 @@ class FamilyName(KeyOf):
     def meant(self, value: str) -> str:
         """Return the question whether another family was meant, also one of its sizes."""
         for family, settings in OWN.items():
-            part = folded(value).removeprefix(f"{family}_")
+            part = spelled_plainly(value).removeprefix(f"{family}_")
             for size in settings.sizes if len(part) > 1 else ():
-                if folded(size).startswith(part):
+                if spelled_plainly(size).startswith(part):
                     return f"did you mean --model.name {family} --model.size {size}? "
         return super().meant(value)
 

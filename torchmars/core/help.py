@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from torchmars.core.bounds import KeyOf
 from torchmars.core.errors import Ended, UserError
 from torchmars.core.typed import (
+    dotted_names,
     hint_at,
     question,
     setting_meant,
-    settings_of,
     table_in,
     without_none,
 )
@@ -140,7 +140,7 @@ def print_sections(named: str, settings: type) -> None:
     sections = {each[0]: each for each in sections_of(settings)}
     section, _, setting = named.rpartition(".")
     shown = [each for name, each in sections.items() if f"{name}.".startswith(f"{named}.")]
-    one = [sections[section]] if section and named in settings_of(settings) else []
+    one = [sections[section]] if section and named in dotted_names(settings) else []
     if not shown and not one:
         above = section.split(".") if section in sections else []
         near = setting_meant(settings, above, setting)

@@ -52,7 +52,6 @@ SYNONYMS = {
     "optimizer.betas": "momentum beta beta1 beta2",
     "optimizer.eps": "epsilon",
     "optimizer.weight_decay": "wd decay",
-    "optimizer.gamma": "gamma",
     "optimizer.mode": "is_approx exact",
     "schedule.name": "type kind decay decay_type decay_lr scheduler lr_scheduler_type schedule",
     "schedule.warmup_steps": "warmup warmup_iters warmup_ratio warmup_fraction num_warmup_steps",
@@ -78,16 +77,15 @@ SYNONYMS = {
     "interval": "every steps freq frequency period",
 }
 # Settings of these names say little without their section.
-GENERIC = (
-    "every files folder interval limit memory mode name path size source start steps verify".split()
-)
+GENERIC = {"decay", "every", "files", "folder", "interval", "limit", "memory", "mode", "name"}
+GENERIC |= {"path", "size", "source", "start", "steps", "verify"}
 
 
-def folded(name: str) -> str:
+def spelled_plainly(name: str) -> str:
     """Return a name without what spellings differ in: case, - and _."""
     return name.replace("-", "_").strip("_").lower()
 
 
 def ours(name: str) -> list[str]:
     """Return the names here for one of another program, the likeliest first."""
-    return [own for own, theirs in SYNONYMS.items() if folded(name) in theirs.split()]
+    return [own for own, theirs in SYNONYMS.items() if spelled_plainly(name) in theirs.split()]

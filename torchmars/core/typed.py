@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from torchmars.core.errors import UserError
-from torchmars.core.synonyms import GENERIC, folded, ours
+from torchmars.core.synonyms import GENERIC, ours, spelled_plainly
 
 T = TypeVar("T")
 Path = Sequence[int | str]  # the keys and indices that lead to a value
@@ -128,8 +128,8 @@ def setting_meant(kind: Any, above: Path, key: str) -> str:
     """
     owner = [step for step in above if isinstance(step, str)]
     known = [each.name for each in dataclasses.fields(without_none(hint_at(kind, above)))]
-    settings = [*settings_of(kind)]
-    alone, bare, others = names_alone(settings), folded(key), ours(key)
+    settings = [*dotted_names(kind)]
+    alone, bare, others = names_alone(settings), spelled_plainly(key), ours(key)
     if bare in known:  # in other letters
         return ".".join([*owner, bare])
     for section, _, name in (each.rpartition(".") for each in others):
@@ -151,38 +151,38 @@ def setting_meant(kind: Any, above: Path, key: str) -> str:
     return near and ".".join([*owner, near])
 
 
-def settings_of(kind: Any, above: str = "") -> Iterator[str]:
+def dotted_names(kind: Any, above: str = "") -> Iterator[str]:
     """Yield the dotted names of the fields of a dataclass and of those within it."""
     for field, hint in typing.get_type_hints(kind).items():
         inner = without_none(hint)
         if dataclasses.is_dataclass(inner):
-            yield from settings_of(inner, f"{above}{field}.")
+            yield from dotted_names(inner, f"{above}{field}.")
         else:
             yield above + field
 
 
 def names_alone(settings: Sequence[str]) -> dict[str, str]:
-    """Return the dotted name of each setting of a section whose name alone says what it is."""
-    dotted = [each for each in settings if each.count(".") == 1]
-    names = [each.partition(".")[2] for each in dotted]
-    return {
-        name: each
-        for name, each in zip(names, dotted)
-        if names.count(name) == 1 and name not in GENERIC
-    }
+    """Return the dotted name of each setting of a section whose name alone says what it is.
+
+    Of two that have the same name the first counts: `n_layer` is the model's.
+    """
+    dotted = [each.rpartition(".")[::2] for each in reversed(settings) if each.count(".") == 1]
+    return {name: f"{section}.{name}" for section, name in dotted if name not in GENERIC}
 
 
 def nearest(name: str, known: Sequence[str], likeness: float = LIKENESS) -> str:
     """Return the name among those `known` that `name` was meant to be; "" if none is like it.
 
-    It is another spelling, a synonym, the only one of which it is a part, or the most like it.
+    It is another spelling, a synonym, one very like it, the only one of which it is a part, or the
+    most like it.
     """
-    bare = {folded(each): each for each in known}
-    name = folded(name)
+    bare = {spelled_plainly(each): each for each in known}
+    name = spelled_plainly(name)
     whole = [each for each in bare if each.startswith(name) or each.endswith(f"_{name}")]
     alone = len(whole) == 1 and len(name) > 2
-    near = [name, *map(folded, ours(name)), *(whole if alone else [])]
-    near += difflib.get_close_matches(name, bare, 1, likeness)
+    near = [name, *map(spelled_plainly, ours(name))]
+    near += difflib.get_close_matches(name, bare, 1, max(likeness, 0.8))
+    near += [*(whole if alone else []), *difflib.get_close_matches(name, bare, 1, likeness)]
     return next((bare[each] for each in near if each in bare), "")
 
 
