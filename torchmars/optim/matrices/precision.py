@@ -2,8 +2,6 @@
 
 import torch
 
-from torchmars.optim.settings import one_of
-
 MATRIX_DTYPES = ("auto", "bfloat16", "mixed", "float32")
 # Names of instructions that multiply bfloat16, of torch.cpu.get_capabilities: x86, x86, ARM.
 CPU_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
@@ -31,7 +29,7 @@ def matrix_dtype_name(value: str | torch.dtype) -> str:
     name = str(value).removeprefix("torch.")
     known = value.is_floating_point if isinstance(value, torch.dtype) else name in MATRIX_DTYPES
     if not known:
-        raise ValueError(f"matrix_dtype must be {one_of(MATRIX_DTYPES, value)}, got {value}")
+        raise ValueError(f"matrix_dtype must be one of {', '.join(MATRIX_DTYPES)}, got {value}")
     return name
 
 
