@@ -27,6 +27,7 @@ n_inner = 96
 tied = false
 [data]
 source = "text:{text}"
+num_workers = 0
 [training]
 steps = 120
 global_batch_size = 8
