@@ -24,7 +24,7 @@ from tests.support.tiny import (
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
-from torchmars.checkpoint.resume import check_same_run
+from torchmars.checkpoint.resume import as_set, check_same_run
 from torchmars.checkpoint.state_dict import load_copy
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
@@ -477,3 +477,9 @@ def stale_copies(folder):
 def test_a_rank_alone_computes_with_the_weights_that_it_has(tmp_path):
     write_text(tmp_path)
     assert run_ranks(stale_copies, 1, tmp_path) == [[]]
+
+
+def test_a_family_without_such_a_size_is_no_crash(own_family):
+    settings = {"model.name": "plain", "model.size": "none of its own", "model.n_layer": None}
+    assert as_set(settings, "model.n_layer") == "not set"
+    assert as_set(settings | {"model.size": "tiny"}, "model.n_layer") == "not set (size tiny has 2)"

@@ -179,7 +179,7 @@ def as_set(settings: dict[str, Any], name: str, before: str = "") -> str:
     if (value := settings.get(name)) is not None:
         return f"{before}{value}"
     size = settings["model.size"]
-    of_size = family(settings["model.name"]).settings.sizes[size]
+    of_size = family(settings["model.name"]).settings.sizes.get(size, {})
     key = name.removeprefix("model.")
     return f"not set (size {size} has {of_size[key]})" if key in of_size else "not set"
 
