@@ -66,6 +66,7 @@ def test_an_unknown_command_is_named(monkeypatch, capsys):
         ("m.toml", "did you mean torchmars train m.toml?"),
         ("sub/my-m.toml", "did you mean torchmars train sub/my-m.toml?"),
         ("xyz", "torchmars --help lists them"),
+        ("runs/plan", "torchmars --help lists them"),  # a path is no misspelt command
     ],
 )
 def test_a_word_of_other_programs_and_one_like_none(monkeypatch, capsys, word, remedy):

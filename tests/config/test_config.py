@@ -196,6 +196,8 @@ def test_groups_of_the_optimizer(tmp_path):
         (["--training.steps", "many"], "training.steps must be a whole number, got 'many'"),
         (["--training.steps", "1.5"], "training.steps must be a whole number"),
         (["--training.steps"], "training.steps needs a value: it must be a whole number"),
+        (["--data.soucre"], "unknown key data.soucre"),
+        (["--metrics.enable_tensorboard", "--training.steps", "2"], "unknown key metrics.enable_t"),
         (["--training.steps", "0"], "training.steps must be at least 1, got 0"),
         (["--training.compile", "maybe"], "training.compile must be true or false"),
         (

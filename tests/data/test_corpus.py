@@ -43,6 +43,8 @@ def test_sources(text, expected):
     [
         ("jsnl:a", "of no known kind: .* did you mean jsonl?"),
         ("", "of no known kind"),
+        ("my.txt", "of no known kind: .* did you mean text:my.txt?"),
+        ("a/b.txt", "of no known kind: .* did you mean text:a/b.txt?"),
         ("stdlib:a", "too many parts: it must look like stdlib"),
         ("jsonl:a:b:c", "too many parts: it must look like jsonl:GLOB:FIELD"),
         ("hf:", "names no data set"),

@@ -218,5 +218,7 @@ def test_refusals_name_the_parameter_and_the_remedy():
         other = Own(2, 64, 128)
         other.more = nn.Linear(3, 3)
         param_groups(other, factors=transfer_factors(base, base))
+    with pytest.raises(ValueError, match=r"whose \S+ has the shape .* make them of this model"):
+        param_groups(base, factors=transfer_factors(Own(2, 128, 128), base))
     with pytest.raises(TypeError, match="factors must be of transfer_factors, got a dict"):
         param_groups(base, factors={})

@@ -141,5 +141,5 @@ def train(
     folder = str(study.folder)
     say("", *table(rows(found), right=range(1, 5)), "", *found.notes)
     say(f"{folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
-    say(*next_commands(("torchmars", "report", folder), ("torchmars", "runs", folder)))
+    say(*next_commands(("torchmars", "runs", folder)))
     return complete

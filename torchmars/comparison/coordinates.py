@@ -43,15 +43,17 @@ def sized(config: C, width: int | None = None, depth: int | None = None) -> C:
                 f'model.name = "{config.model.name}" does not say what grows with its width: name '
                 "those settings as grows of its settings"
             )
-        for name in model.settings.grows:
-            if (value := getattr(model.args, name)) is not None:
-                grown = value * Fraction(width, model.width)
-                if grown.denominator != 1:
-                    raise UserError(
-                        f"width {width} is {float(grown / value):g} times {model.width}, and so "
-                        f"model.{name} = {value} would be {float(grown):g}: choose another width"
-                    )
-                changed[name] = int(grown)
+        growing = {name: getattr(model.args, name) for name in model.settings.grows}
+        growing = {name: value for name, value in growing.items() if value is not None}
+        step = model.width // math.gcd(model.width, *growing.values())
+        for name, value in growing.items():
+            grown = value * Fraction(width, model.width)
+            if grown.denominator != 1:
+                raise UserError(
+                    f"width {width} is {float(grown / value):g} times {model.width}, and so "
+                    f"model.{name} = {value} would be {float(grown):g}: choose multiples of {step}"
+                )
+            changed[name] = int(grown)
     values: dict[str, Any] = changed
     return replace(config, model=replace(config.model, **values))
 

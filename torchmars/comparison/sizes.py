@@ -18,11 +18,11 @@ STEPS = 4  # of the coordinate check
 WITHOUT = "-without"  # ends the names of sizes that take no rates of a base
 # How far from 0 the power of the width, or of the number of blocks, may be of sizes that stay. The
 # gradients of other roles fall with the width, and what one block adds falls with the depth.
-NEAR = {"residual stream": 0.2, "attention logits": 0.2, "change of logits": 0.2}
-NEAR_OF_WIDTH = NEAR | {"attn": 0.2, "mlp": 0.2}
-NEAR_OF_WIDTH |= {"gradient of matrix": 0.15, "gradient of router": 0.15}
+NEAR_OF_WIDTH = {"residual stream": 0.2, "attention logits": 0.2, "change of logits": 0.2}
+NEAR_OF_DEPTH = dict.fromkeys(NEAR_OF_WIDTH, 0.3)
+NEAR_OF_WIDTH |= {"attn": 0.2, "mlp": 0.2, "gradient of matrix": 0.15, "gradient of router": 0.15}
 
-HEADINGS = ["size", "best rate", "over seeds", "lowest loss", "at the base's rate"]
+HEADINGS = ["size", "best rate", "over seeds", "lowest loss", "lost at the base's rate"]
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ def check_sizes(
 
     `without`: also as it is without [transfer], which decides nothing. Raises `UserError`.
     """
+    config = sized(config, min(widths, default=None), min(depths, default=None))
     lines, good = [], True
     checks: list[tuple[Literal["width", "depth"], list[int], dict[str, float]]]
-    checks = [("width", widths, NEAR_OF_WIDTH), ("depth", depths, NEAR)]
+    checks = [("width", widths, NEAR_OF_WIDTH), ("depth", depths, NEAR_OF_DEPTH)]
     for along, numbers, near in checks:
         for bare in (False, True) if without else (False,):
             if len(numbers) < 2:
@@ -67,7 +68,7 @@ def check_sizes(
     lines.append(
         "Sizes stay the same: learning rates transfer."
         if good
-        else "Sizes that are marked change with the model: its learning rates do not transfer."
+        else "Sizes that are marked change with the model: its learning rates may not transfer."
     )
     return lines, good
 
@@ -114,8 +115,8 @@ def rate_rows(found: Comparison, base: str) -> list[list[str]]:
     """Return a row for each size after the headings: its best rate, and what the base's costs.
 
     A best rate is where a parabola through the lowest loss and its neighbours, over the rate's
-    logarithm, is lowest. "at the base's rate": by how much the loss at the base's best rate of the
-    grid is above the lowest one. `base` is the name of the base.
+    logarithm, is lowest. "lost at the base's rate": by how much the loss at the base's best rate of
+    the grid is above the lowest one. `base` is the name of the base.
     """
     names = list(dict.fromkeys(each.contender for each in found.trials))
     rate = best_of(losses_of(found, base, found.seeds[0]))

@@ -1,5 +1,6 @@
 """The value of `data.source`: a kind of source, and its parts after colons."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,6 +76,13 @@ def reader_of(readers: Mapping[str, R], kind: str) -> R:
     return reader
 
 
+def likely(text: str, name: str, known: list[str]) -> str:
+    """Return what a source of no known kind was meant to be; "" if that is not clear."""
+    if not place_problem(text) and (os.path.exists(text) or text.endswith(".txt")):
+        return f"text:{text}"
+    return nearest(name, known)
+
+
 def parse_source(text: str) -> DataSource:
     """Return the source of a `data.source`. Raises `UserError` for a text of another form."""
     name, _, rest = text.partition(":")
@@ -86,7 +94,7 @@ def parse_source(text: str) -> DataSource:
         raise UserError(
             f"data.source{shown} is of no known kind: it must begin with one of "
             f"{', '.join(known)}, or a plugin's (--plugins)"
-            + (f"; did you mean {near}?" if (near := nearest(name, known)) else "")
+            + (f"; did you mean {near}?" if (near := likely(text, name, known)) else "")
         )
     parts = KINDS[name].parts
     store = STORE.match(rest)

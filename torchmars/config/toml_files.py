@@ -69,7 +69,8 @@ def read_toml(path: Path) -> Tables:
         return tomli.loads(read_text(path))
     except OSError as error:
         given = os.environ.get("CONFIG_FILE", "")
-        file = "set CONFIG_FILE to" if str(path) in (given, *given.split()) else "name"
+        named = path in map(Path, (given, *given.split()))
+        file = "set CONFIG_FILE to" if named else "name"
         near = nearest_config(path) if isinstance(error, FileNotFoundError) else ""
         raise UserError(
             f"cannot read the config {path}: {error.strerror}: "

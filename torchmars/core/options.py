@@ -144,6 +144,7 @@ def choose(args: list[str], commands: dict[str, str], prog: str, description: st
         raise Ended(0)
     if args[0] in commands:
         return args[0]
-    near = nearest(args[0], [*commands, "--help"])
+    # A path is no misspelt command: some of these delete.
+    near = "" if "/" in args[0] else nearest(args[0], [*commands, "--help"], 0.7)
     remedy = f"did you mean {prog} {near}?" if near else f"{prog} --help lists them"
     raise UserError(f"unknown command {args[0]!r}: {remedy}")

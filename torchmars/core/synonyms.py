@@ -17,6 +17,7 @@ SYNONYMS = {
     "mars-adamw": "mars",
     # Sections.
     "run": "job",
+    "training": "trainer",
     "schedule": "scheduler lr_scheduler",
     "profiler": "profiling",
     "parallelism": "parallel distributed",

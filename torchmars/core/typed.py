@@ -242,7 +242,7 @@ def read_words(words: list[str], hint: Any, name: str) -> Any:
     if words == ["None"] and type(None) in typing.get_args(hint):
         return None
     hint = without_none(hint)
-    if not words and hint is not bool:
+    if not words and hint not in (bool, Any):  # `make` says that there is no such setting
         raise UserError(f"{name} needs a value: it must be {describe(hint)}")
     if typing.get_origin(hint) in (list, tuple):
         element = typing.get_args(hint)[0]

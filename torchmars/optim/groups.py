@@ -128,7 +128,7 @@ def param_groups(
         may_cut = parameter.ndim > 1 and (split_fused or not orthogonal)
         found = cut_of(parameter_name, parameter, modules) if may_cut else {}
         cut = {each: value for each, value in found.items() if each not in own}
-        of = Factors() if factors is None else factors.of(parameter_name, role, changed, cut)
+        of = factors.of(parameter_name, parameter, role, changed, cut) if factors else Factors()
         if orthogonal:
             if split_fused and not found and "split" not in own and looks_fused(parameter_name):
                 whole[parameter_name] = parameter

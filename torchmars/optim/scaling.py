@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchmars.optim.fused import WRAPPERS, cut_of
 from torchmars.optim.matrices.shapes import MatrixShape
@@ -92,7 +92,9 @@ class TransferFactors:
     decay: str
     embedding: float
 
-    def of(self, name: str, role: str, settings: Settings, cut: Settings) -> Factors:
+    def of(
+        self, name: str, parameter: Tensor, role: str, settings: Settings, cut: Settings
+    ) -> Factors:
         """Return the factors of a parameter of `role` in a group with `settings`.
 
         `cut` says of it what the settings do not: see `fused.cut_of`. Raises `ValueError`.
@@ -100,6 +102,11 @@ class TransferFactors:
         if plain(name) not in self.twins:
             raise ValueError(f"factors has no parameter {name!r}: make them of this model")
         twin, rule = self.twins[plain(name)], RULES[settings["rule"]]
+        if twin.shape != tuple(parameter.shape):
+            raise ValueError(
+                f"factors are of a model whose {name} has the shape {list(twin.shape)}, here it "
+                f"has {list(parameter.shape)}: make them of this model"
+            )
         lr, eps = 1.0, 1 / twin.width
         if role == "embedding":
             lr = twin.width**-self.embedding
