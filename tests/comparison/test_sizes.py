@@ -87,6 +87,12 @@ def test_mistakes_are_one_line(transfer, tmp_path):
         ((*widths, "--lr-grid", "1,x"), "--lr-grid: 'x' is no number"),
         ((*widths, "--lr-grid", "1,2", "--validation.interval", "0"), "validation.interval = 0"),
         ((*widths, "--lr-grid", "1,2", "--slurm", "--jobs", "2"), "--jobs has no meaning"),
+        ((*widths, "--lr-grid", "1", "--widen"), "--widen needs two learning rates or more"),
+        ((*widths, "--lr-grid", "1", "--checkpoint.folder", "c"), "checkpoint.folder has no meani"),
+        (
+            (*widths, "--lr-grid", "1", "--lr-rest-grid", "1", "--optimizer.name", "adamw"),
+            "--lr-rest-grid has no meaning",
+        ),
         ((*widths, "--lr-grid", "0,2"), "optimizer.lr must be more than 0"),
     ]:
         code, out, err = transfer(*args)

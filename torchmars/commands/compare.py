@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,25 @@ TABLES = ("table.md", "table.csv")
 
 
 @dataclass
-class Compare:
+class TrialOptions:
+    """What is tried, and where: options of each command that tunes by trials."""
+
+    lr_grid: str | None = None
+    """Learning rates to try: "1e-3,2e-3,4e-3". Always needed to train."""
+    lr_rest_grid: str | None = None
+    """Learning rates of embeddings, heads and vectors to try with each of these, for muon and
+    mars-m."""
+    widen: bool = False
+    """Where the best learning rate is the lowest or the highest, try up to four more beyond it."""
+    jobs: Annotated[int, Range(1, 1_000)] | None = None
+    """Trials at a time on this machine, which share its GPUs and cores. Default: 1."""
+    slurm: bool = False
+    """Submit each trial as a SLURM job of one machine. SBATCH_PARTITION, SBATCH_GPUS_PER_NODE and
+    the like say where."""
+
+
+@dataclass
+class Compare(TrialOptions):
     """Compare optimizers fairly: each tuned on one grid, the best over several seeds.
 
     Every trial is a run of the config, on the same data for as many tokens, whose [optimizer] and
@@ -57,8 +75,6 @@ class Compare:
     It may then have more optimizers, values and seeds.
     """
 
-    lr_grid: str | None = None
-    """Learning rates to try: "1e-3,2e-3,4e-3". Always needed."""
     optimizers: str = "adamw,adamw-mars-betas,mars-adamw,muon,mars-m"
     """Who takes part: names of files in train_configs/optimizers, and TOML files of your own with
     an [optimizer] section."""
@@ -68,21 +84,11 @@ class Compare:
     """Weight decays to try with each learning rate."""
     gamma_grid: str | None = None
     """Values of gamma to try with each of these, for mars-*."""
-    lr_rest_grid: str | None = None
-    """Learning rates of embeddings, heads and vectors to try with each of these, for muon and
-    mars-m."""
     betas_grid: str | None = None
     """Betas to try with each of these: "0.9:0.95,0.95:0.99"."""
     baseline: str | None = None
     """The optimizer that the others are measured against: their savings and differences. Default:
     adamw, where it takes part. It may change from one call to the next."""
-    widen: bool = False
-    """Where the best learning rate is the lowest or the highest, try up to four more beyond it."""
-    jobs: Annotated[int, Range(1, 1_000)] | None = None
-    """Trials at a time on this machine, which share its GPUs and cores. Default: 1."""
-    slurm: bool = False
-    """Submit each trial as a SLURM job of one machine. SBATCH_PARTITION, SBATCH_GPUS_PER_NODE and
-    the like say where."""
     folder: Annotated[str, Place()] | None = None
     """Folder of the comparison. Default: comparisons/NAME by the config's run.name."""
     keep_checkpoints: bool = False
@@ -94,9 +100,6 @@ def main() -> None:
     with exit_on_user_error():
         options, config, rest = load_command(Compare, sys.argv[1:], PROG)
         require_config(rest, PROG)
-        for package in ("scipy", "matplotlib"):
-            if importlib.util.find_spec(package) is None:
-                raise missing_package(package, "a comparison", "compare")
         study = make_study(options, config, rest)
         check_trials(study)
         if not compare(study, options):
@@ -110,28 +113,14 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
             f"{given} has no meaning here: each optimizer of --optimizers has settings of its own; "
             "name a TOML file of yours there"
         )
-    if not config.validation.interval:
-        raise UserError(
-            "validation.interval = 0: optimizers are compared by their validation loss, so set the "
-            "steps between validations"
-        )
-    if config.checkpoint.folder is not None:
-        raise UserError(
-            "checkpoint.folder has no meaning in a comparison, whose trials have folders of their "
-            "own: leave it out"
-        )
+    check_options(options, config)
     if options.lr_grid is None:
         raise UserError("--lr-grid is missing: give the learning rates to try, 1e-3,2e-3,4e-3")
-    if options.slurm and options.jobs is not None:
-        raise UserError("--jobs has no meaning beside --slurm: leave one of them out")
     contenders = find_contenders(words(options.optimizers, "--optimizers"))
     grid = make_grid(options)
-    if options.widen and len(grid["lr"]) < 2:
-        raise UserError("--widen needs two learning rates or more, to know by which ratio")
+    check_grid(options, grid, [each.rule for each in contenders])
     if "gamma" in grid and not any(variance_reduced(each.rule) for each in contenders):
         raise UserError("--gamma-grid has no meaning: none of --optimizers is a mars-*")
-    if "lr_rest" in grid and not any(has_lr_rest(each.rule) for each in contenders):
-        raise UserError("--lr-rest-grid has no meaning: none of --optimizers is muon or mars-m")
     folder = Path(options.folder or f"comparisons/{config.run.name}")
     return Study(
         folder,
@@ -146,6 +135,34 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
     )
 
 
+def check_options(options: TrialOptions, config: ResolvedConfig) -> None:
+    """Raise `UserError` for a missing package, and for what trials of `config` cannot have."""
+    for package in ("scipy", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise missing_package(package, "a comparison", "compare")
+    if not config.validation.interval:
+        raise UserError(
+            "validation.interval = 0: trials are compared by their validation loss, so set the "
+            "steps between validations"
+        )
+    if config.checkpoint.folder is not None:
+        raise UserError(
+            "checkpoint.folder has no meaning in a comparison, whose trials have folders of their "
+            "own: leave it out"
+        )
+    if options.slurm and options.jobs is not None:
+        raise UserError("--jobs has no meaning beside --slurm: leave one of them out")
+
+
+def check_grid(options: TrialOptions, grid: Grid, rules: Sequence[str]) -> None:
+    """Raise `UserError` for a grid that cannot be widened, or that none of the `rules` has."""
+    if options.widen and len(grid["lr"]) < 2:
+        raise UserError("--widen needs two learning rates or more, to know by which ratio")
+    have_rest = [rule for rule in rules if rule in RULES and "lr_rest" in RULES[rule].defaults]
+    if "lr_rest" in grid and not have_rest:
+        raise UserError("--lr-rest-grid has no meaning: no optimizer here is muon or mars-m")
+
+
 def make_grid(options: Compare) -> Grid:
     """Return the values to try of each setting, in ascending order."""
     return read_grid(
@@ -157,11 +174,6 @@ def make_grid(options: Compare) -> Grid:
             "betas": options.betas_grid,
         }
     )
-
-
-def has_lr_rest(rule: str) -> bool:
-    """Return whether a rule has a rate of its own for embeddings, heads and vectors."""
-    return rule in RULES and "lr_rest" in RULES[rule].defaults
 
 
 def read_grid(given: Mapping[str, str | None]) -> Grid:
@@ -215,8 +227,7 @@ def compare(study: Study, options: Compare) -> bool:
     """Run the trials that are left, and print the results; return whether all ended."""
     complete, found = run_study(
         study,
-        options.jobs or 1,
-        options.slurm,
+        options,
         partial(comparison_heading, study),
         lambda found: (markdown(found), csv_text(found)),
     )
@@ -228,8 +239,7 @@ def compare(study: Study, options: Compare) -> bool:
 
 def run_study(
     study: Study,
-    jobs: int,
-    slurm: bool,
+    options: TrialOptions,
     heading: Callable[[str], list[str]],
     tables: Callable[[Comparison], tuple[str, str]],
 ) -> tuple[bool, Comparison]:
@@ -242,7 +252,7 @@ def run_study(
     from torchmars.comparison import execution, summary
     from torchmars.reports.comparison_plots import plot_comparison
 
-    runner = execution.make_runner(study, jobs, slurm)
+    runner = execution.make_runner(study, options.jobs or 1, options.slurm)
     folder = str(study.folder)
     with (
         file_errors(f"cannot write to {folder}", "set --folder to one you can write"),

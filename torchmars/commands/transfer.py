@@ -1,6 +1,5 @@
 """Check that learning rates of a small model hold for larger ones."""
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,7 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from torchmars.commands.compare import TABLES, read_grid, run_study
+from torchmars.commands.compare import (
+    TABLES,
+    TrialOptions,
+    check_grid,
+    check_options,
+    read_grid,
+    run_study,
+)
 from torchmars.comparison.results import RESULTS_FILE, Comparison, Grid
 from torchmars.comparison.study import Study
 from torchmars.comparison.tables import csv_text, markdown_table
@@ -22,7 +28,6 @@ from torchmars.core.errors import (
     Ended,
     UserError,
     exit_on_user_error,
-    missing_package,
 )
 from torchmars.core.options import words
 from torchmars.core.tables import table
@@ -32,7 +37,7 @@ PROG = "torchmars transfer"
 
 
 @dataclass
-class CheckTransfer:
+class CheckTransfer(TrialOptions):
     """Check that learning rates of a small model hold for larger ones.
 
     The smallest size is the base: it names the config's [transfer] anew, of which depth, decay and
@@ -48,22 +53,11 @@ class CheckTransfer:
     check: bool = False
     """Train nothing: only look, in seconds, whether what models compute stays of one size after
     four steps at optimizer.lr. Exit code 1 where it does not."""
-    lr_grid: str | None = None
-    """Learning rates to try: "1e-3,2e-3,4e-3"."""
-    lr_rest_grid: str | None = None
-    """Learning rates of embeddings, heads and vectors to try with each of these, for muon and
-    mars-m."""
     seeds: Annotated[int, Range(1, 1_000)] = 1
     """Seeds, from run.seed on. The first has the whole grid, the others the best rate of each size
     and its two neighbours."""
     without: bool = False
     """Also train each larger size as it is without [transfer]."""
-    widen: bool = False
-    """Where the best learning rate is the lowest or the highest, try up to four more beyond it."""
-    jobs: Annotated[int, Range(1, 1_000)] | None = None
-    """Trials at a time on this machine, which share its GPUs and cores. Default: 1."""
-    slurm: bool = False
-    """Submit each trial as a SLURM job of one machine."""
     folder: Annotated[str, Place()] | None = None
     """Folder of the trials. Default: transfers/NAME by the config's run.name."""
 
@@ -105,19 +99,12 @@ def read_sizes(text: str | None, option: str) -> list[int]:
 
 def check_training(options: CheckTransfer, config: ResolvedConfig) -> Grid:
     """Return the rates to try. Raises `UserError` for what trials cannot do without."""
-    for package in ("scipy", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise missing_package(package, PROG, "compare")
     if options.lr_grid is None:
         raise UserError("--lr-grid is missing: give the learning rates to try, or --check")
-    if not config.validation.interval:
-        raise UserError(
-            "validation.interval = 0: rates are compared by the validation loss, so set the steps "
-            "between validations"
-        )
-    if options.slurm and options.jobs is not None:
-        raise UserError("--jobs has no meaning beside --slurm: leave one of them out")
-    return read_grid({"lr": options.lr_grid, "lr_rest": options.lr_rest_grid})
+    check_options(options, config)
+    grid = read_grid({"lr": options.lr_grid, "lr_rest": options.lr_rest_grid})
+    check_grid(options, grid, [config.optimizer.name])
+    return grid
 
 
 def train(
@@ -128,8 +115,7 @@ def train(
     trials = sum(len(study.tuning(size, study.lrs)) for size in study.contenders)
     complete, found = run_study(
         study,
-        options.jobs or 1,
-        options.slurm,
+        options,
         lambda how: [
             *labelled("transfer", ", ".join(names), f"the base is {names[0]}"),
             *labelled("trials", f"at least {trials}, with {seeds_text(study.seeds)}", how),

@@ -34,7 +34,7 @@ class SizeStudy(Study):
 
     def repeated(self, best: Settings, lrs: list[float]) -> list[Settings]:
         """Return the best settings, and those with the rate before it and after it."""
-        place = [*lrs].index(rate_of(best))
+        place = lrs.index(rate_of(best))
         return [best | {"lr": lr} for lr in lrs[max(0, place - 1) : place + 2]]
 
 
