@@ -33,16 +33,23 @@ def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedCo
     device = layout.device
     weights = weight_device(config.parallelism, device)
     native_bfloat16 = layout.agree(lambda: multiplies_bfloat16(weights))
-    saved = layout.on_first(lambda: newest_config(checkpoints(config.checkpoints)))
+    saved, source = layout.on_first(lambda: saved_and_source(config))
     config = resolve_dtypes(config, device, native_bfloat16, saved)
     optimizer = resolve_routers(config.optimizer, config.training.router_z_loss, saved)
     config = replace(config, optimizer=optimizer)
     able = layout.agree(lambda: can_compile(device))
     config = resolve_compile(config, device, able, layout.group("tp").size, saved)
-    source = config.checkpoint.init_from
-    source = layout.on_first(lambda: resolve_source(source, saved))
     config = replace(config, checkpoint=replace(config.checkpoint, init_from=source))
     return config, Abilities(native_bfloat16, able)
+
+
+def saved_and_source(config: ResolvedConfig) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the config of the run's newest checkpoint, None without one, and checkpoint.init_from.
+
+    The latter is as `resolve_source` has it. Raises `UserError`.
+    """
+    saved = newest_config(checkpoints(config.checkpoints))
+    return saved, resolve_source(config.checkpoint.init_from, saved)
 
 
 def resolve_source(source: str | None, saved: dict[str, Any] | None) -> str | None:
