@@ -473,6 +473,7 @@ def test_what_makes_a_run_the_same_run_is_marked():
     shape = {
         *("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "n_inner", "n_expert"),
         *("n_dense", "n_expert_used", "n_expert_inner", "n_expert_shared"),
+        *("window", "rope_original_len"),
     }
     transfer = {f"transfer.{name}" for name in ("size", "depth", "decay", "embedding", *shape)}
     assert {*identity_fields()} == transfer | {
@@ -488,6 +489,14 @@ def test_what_makes_a_run_the_same_run_is_marked():
         "model.vocab_size",
         "model.rope_theta",
         "model.rope_scaling_factor",
+        "model.rope_scaling",
+        "model.rope_original_len",
+        "model.rope_beta_fast",
+        "model.rope_beta_slow",
+        "model.rope_attention_factor",
+        "model.rope_blocks",
+        "model.window",
+        "model.window_blocks",
         "model.rotary_fraction",
         "model.norm_eps",
         "model.qk_norm",

@@ -95,10 +95,14 @@ def test_our_model_of_their_config_is_the_one_it_was(name, tmp_path):
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"model_type": "mamba"}, "model_type is 'mamba': models of gpt2, llama, qwen2, qwen3"),
+        (
+            {"model_type": "mamba"},
+            "model_type is 'mamba': models of gpt2, llama, mistral, .*, qwen3",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only models with 'silu'"),
         ({"attention_bias": True}, "attention_bias is True: only models with False"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "positions are scaled by .*yarn"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "positions are scaled by .*longrope"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "lack original_max_position"),
     ],
 )
 def test_a_model_that_we_do_not_have_is_refused_by_name(changes, message):
@@ -110,9 +114,17 @@ def test_a_model_that_we_do_not_have_is_refused_by_name(changes, message):
 
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_a_key_that_is_left_out_has_the_default_of_its_class(kind):
-    theirs = pytest.importorskip("transformers").AutoConfig.for_model(kind).to_dict()
+    made = pytest.importorskip("transformers").AutoConfig.for_model(kind)
+    theirs = made.to_dict()
     given = {"head_dim": theirs.get("hidden_size", 0) // theirs.get("num_attention_heads", 1)}
     given["num_key_value_heads"] = theirs.get("num_attention_heads")
+    blocks = theirs.get("num_hidden_layers", 0)
+    given["layer_types"] = ["full_attention"] * blocks
+    if kind == "ministral":
+        given["layer_types"] = ["sliding_attention"] * blocks
+    given["no_rope_layers"] = [1, 1, 1, 0] * (blocks // 4)
+    if theirs.get("use_sliding_window") is False:  # which makes it null
+        theirs["sliding_window"] = type(made).sliding_window
     theirs |= {"partial_rotary_factor": 1.0} | theirs.get("rope_parameters", {})
     for key, value in DEFAULTS[kind].items():
         if value is None and theirs.get(key) is not None:  # it follows from others
@@ -189,7 +201,7 @@ def test_the_number_of_experts_has_either_name(kind):
         ("qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]: only models with \[\]"),
         ("qwen3-moe", {"norm_topk_prob": "x"}, "norm_topk_prob is 'x'"),
         ("qwen3-moe", {"num_experts": "x"}, "num_experts is 'x'"),
-        ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096: only models with null"),
+        ("mixtral", {"sliding_window": "x"}, "sliding_window is 'x': it must be a whole number"),
         ("glm", {"n_group": 8}, "n_group is 8: only models with 1"),
         ("glm", {"topk_group": 2}, "topk_group is 2: only models with 1"),
         ("glm", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1: .* at least 0"),

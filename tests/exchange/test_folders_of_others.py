@@ -25,9 +25,13 @@ from torchmars.models import build_meta_model
 
 transformers = pytest.importorskip("transformers")
 EXPERTS = SHAPE | {"num_experts_per_tok": 2}
+FULL, SLIDING = "full_attention", "sliding_attention"
 FAMILIES = {
     "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64},
     "llama": SHAPE,
+    "mistral": SHAPE | {"sliding_window": 5},
+    "ministral": SHAPE | {"sliding_window": 5, "layer_types": [FULL, SLIDING], "head_dim": 16},
+    "smollm3": SHAPE | {"no_rope_layer_interval": 2, "pad_token_id": None},
     "qwen2": SHAPE,
     "qwen3": SHAPE | {"head_dim": 16},
     "qwen3_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16},
@@ -344,7 +348,11 @@ EXCEPTIONS = {
     ("the same head, not tied", "gpt2"): "its tie_word_embeddings is False: only models with True",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ORIGINAL = "original_max_position_embeddings"
+YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 16}
 LLAMAS = [kind for kind in FAMILIES if kind != "gpt2"]
+# Those that transformers can scale by more than the width of a head: its Mixtral knows none.
+SCALED = [kind for kind in LLAMAS if kind != "mixtral"]
 QWENS = ["qwen2", "qwen3", "qwen3_moe"]
 
 
@@ -359,29 +367,47 @@ CONFIGS = {
     "theta alone": (config(rope_theta=77.0, rope_parameters=...), LLAMAS, ""),
     "scaling beside the table": (scaled(rope_theta=500.0), LLAMAS, ""),
     "factor without a type": (config(rope_scaling={"factor": 2.0}), LLAMAS, ""),
-    "llama3 of another length": (scaled(original_max_position_embeddings=32), LLAMAS, "scaled by"),
-    "llama3 of no length": (scaled(original_max_position_embeddings=...), LLAMAS, "scaled by"),
+    "llama3 of another length": (scaled(original_max_position_embeddings=32), LLAMAS, ""),
+    "llama3 of no length": (scaled(original_max_position_embeddings=...), LLAMAS, "lacks"),
     "llama3, length beside": (
         both(scaled(), config(original_max_position_embeddings=32)),
         LLAMAS,
-        "scaled by",
+        "",
     ),
-    "linear": (config(rope_scaling={"type": "linear", "factor": 2.0}), LLAMAS, "scaled by"),
-    "yarn": (config(rope_scaling={"rope_type": "yarn", "factor": 2.0}), LLAMAS, "scaled by"),
+    "linear": (config(rope_scaling={"type": "linear", "factor": 2.0}), LLAMAS, ""),
+    "yarn": (config(rope_scaling=YARN), SCALED, ""),
+    "yarn of no length": (config(rope_scaling=YARN | {ORIGINAL: None}), LLAMAS, "lack original_"),
+    "yarn of no factor": (config(rope_scaling=YARN | {"factor": None}), SCALED, ""),
+    "yarn, both scales": (
+        config(rope_scaling=YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 2.0}),
+        SCALED,
+        "",
+    ),
+    "yarn, attention": (config(rope_scaling=YARN | {"attention_factor": 0.7}), SCALED, ""),
+    "yarn, not truncated": (config(rope_scaling=YARN | {"truncate": False}), LLAMAS, "truncate"),
+    "dynamic": (config(rope_scaling=YARN | {"rope_type": "dynamic"}), SCALED, ""),
+    "longrope": (config(rope_scaling={"rope_type": "longrope"}), LLAMAS, "scaled by"),
     "by layers": (config(rope_parameters={"full_attention": LLAMA3}), LLAMAS, "layers of types"),
     "swish": (config(hidden_act="swish"), LLAMAS, ""),
     "gelu": (config(hidden_act="gelu"), LLAMAS, "hidden_act is 'gelu'"),
     "windows": (
-        config(use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=...),
-        QWENS,
-        "use_sliding_window is True",
+        config(use_sliding_window=True, sliding_window=4, max_window_layers=1, layer_types=...),
+        [*QWENS, "smollm3"],
+        "",
     ),
-    "no window": (config(sliding_window=4), QWENS, ""),
-    "a window": (config(sliding_window=4), ["mixtral"], "sliding_window is 4"),
+    "a window, switched off": (config(sliding_window=4), QWENS, ""),
+    "a window": (config(sliding_window=4), ["mistral", "ministral", "mixtral"], ""),
+    "a window of 0": (config(sliding_window=0), ["mistral"], "sliding_window is 0"),
+    "no window": (config(sliding_window=None), ["mistral"], ""),
+    "blocks that slide": (config(layer_types=[FULL, SLIDING]), ["mistral"], "model_type = minis"),
+    "other blocks": (config(layer_types=[FULL, "chunked_attention"]), LLAMAS[2:4], "chunked_att"),
+    "a block too few": (config(layer_types=[FULL]), ["ministral"], "an entry for each of 2"),
+    "blocks that turn": (config(no_rope_layers=[0, 1], layer_types=...), ["smollm3"], ""),
+    "no blocks that turn": (config(no_rope_layers=[2, 1]), ["smollm3"], "must have 0 and 1"),
     "windows by layers": (
         config(layer_types=["full_attention", "sliding_attention"]),
         QWENS,
-        "layer_types is 'sliding_attention'",
+        "layer_types has 'sliding_attention'",
     ),
     "other weights of experts": (config(norm_topk_prob=True), ["qwen3_moe", "glm4_moe"], ""),
     "experts under another name": (
@@ -480,10 +506,13 @@ def test_another_head_is_told_and_the_run_is_not_tied(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
+# No Ministral: transformers makes none without a head_dim.
 # Shapes that are those of the classes where they may be small, so that a key can be left out.
 SWEPT = {
     "gpt2": {"n_layer": 2, "n_embd": 48},
     "llama": {},
+    "mistral": {},
+    "smollm3": {"pad_token_id": None},
     "qwen2": {},
     "qwen3": {},
     "qwen3_moe": {"moe_intermediate_size": 8},
@@ -519,7 +548,7 @@ def test_a_key_that_is_left_out_is_what_it_is_in_transformers(tmp_path, kind, pa
     read = {*DEFAULTS[kind], "rope_parameters"} - SIZES
     unused = {"intermediate_size"} if kind == "qwen3_moe" else set()  # no block is dense
     parts = {"read": read, "sizes": SIZES - unused, "unread": text.keys() - read - SIZES | unused}
-    keys = parts[part] & {*text, "rope_theta"}
+    keys = parts[part] & {*text, "rope_theta"} - {"pad_token_id"}  # SmolLM3's is past these tokens
     for key in keys:
         given = text if key in text else {**text, **old}
         file.write_text(json.dumps({n: v for n, v in given.items() if v is not ... and n != key}))

@@ -137,7 +137,10 @@ WRONG = {
     "absurd rows": (config(vocab_size=10**15), "model.vocab_size must be .* at most 10,000,000"),
     "list": (config(model_type=["llama"]), "model_type is ..llama.."),
     "rope NaN": (rope(factor=float("nan")), "rope_scaling_factor must be at least 1, got nan"),
-    "rope factors": (rope(low_freq_factor=float("nan")), "only Llama 3.1's scaling"),
+    "rope factors": (
+        rope(low_freq_factor=float("nan")),
+        "low_freq_factor is nan: only models",
+    ),
     "theta NaN": (config(rope_theta=float("nan")), "rope_theta must be at least 1, got nan"),
     "theta null": (config(rope_theta=None), "rope_theta is None: it must be a number"),
     "layers null": (

@@ -17,7 +17,8 @@ from torchmars.config.llama import SIZES, LlamaArgs
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
-from torchmars.models.llama import Llama, rotate, rotation
+from torchmars.models.llama import Llama
+from torchmars.models.rotary import rotate, rotation
 from torchmars.optim.roles import roles
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.layout import Layout
@@ -47,11 +48,25 @@ NAMES = {
     "proj": "o_proj",
     **{name: f"{name}_proj" for name in ("q", "k", "v", "gate", "up")},
 }
+YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 8.0, "rope_original_len": 16}
 VARIANTS = {
     "llama": {},
     "llama tied": {"tied": True},
     "llama scaled": {"rope_scaling_factor": 8.0},
     "llama one head each": {"n_kv_head": 4},
+    "llama linear": {"rope_scaling": "linear", "rope_scaling_factor": 4.0},
+    "llama yarn": YARN,
+    "llama yarn, slow": YARN | {"rope_beta_fast": 3.0, "rope_attention_factor": 0.7},
+    "llama dynamic": {
+        "rope_scaling": "dynamic",
+        "rope_scaling_factor": 2.0,
+        "rope_original_len": ARGS.seq_len,
+    },
+    "mistral": {"window": 5},
+    "ministral": {"window": 5, "window_blocks": "sf"},
+    "smollm3": {"rope_blocks": "rn", "tied": True},
+    "smollm3 windows": {"rope_blocks": "rn", "window": 5, "window_blocks": "fs"},
+    "qwen2 windows": {"qkv_bias": True, "window": 7, "window_blocks": "fs"},
     "qwen2": {"qkv_bias": True, "norm_eps": 1e-6},
     "qwen3": {"qk_norm": True, "head_dim": 32, "norm_eps": 1e-6, "rope_theta": 1e6, "tied": True},
 }
@@ -78,13 +93,22 @@ def reference(model, kind):
     args = model.args
     rope = {"rope_type": "default", "rope_theta": args.rope_theta}
     if args.rope_scaling_factor != 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling_factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
+        rope |= {"rope_type": args.rope_scaling, "factor": args.rope_scaling_factor}
+        if args.rope_scaling == "llama3":
+            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        if args.rope_scaling == "yarn":
+            rope |= {"beta_fast": args.rope_beta_fast, "beta_slow": args.rope_beta_slow}
+            rope["attention_factor"] = args.rope_attention_factor
+        rope["original_max_position_embeddings"] = args.rope_original_len or 8192
+    pattern = args.window_blocks * args.n_layer
+    more = {}
+    if kind != "Llama":
+        types = {"s": "sliding_attention", "f": "full_attention"}
+        more["sliding_window"] = args.window
+        more["use_sliding_window"] = args.window is not None
+        if kind != "Mistral" and args.window is not None:
+            more["layer_types"] = [types[letter] for letter in pattern[: args.n_layer]]
+        more["no_rope_layers"] = [int(x == "r") for x in args.rope_blocks * args.n_layer]
     config = getattr(transformers, f"{kind}Config")(
         num_hidden_layers=args.n_layer,
         num_attention_heads=args.n_head,
@@ -97,6 +121,8 @@ def reference(model, kind):
         rms_norm_eps=args.norm_eps,
         rope_parameters=rope,
         tie_word_embeddings=args.tied,
+        pad_token_id=None,
+        **more,
     )
     other = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     theirs = dict(other.named_parameters())
@@ -111,12 +137,15 @@ def reference(model, kind):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_gradients_equal_transformers(variant):
     model = model_of(dataclasses.replace(ARGS, **VARIANTS[variant]))
-    other = reference(model, variant.split()[0].capitalize())
+    kind = variant.split()[0]
+    other = reference(model, {"smollm3": "SmolLM3"}.get(kind, kind.capitalize()))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(64, (2, 24), generator=generator)
     # Far from 0, where the angles of the long wavelengths matter.
     positions = torch.stack([torch.arange(24), torch.arange(9000, 9024)])
     mask = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 1, 24, 24)
+    if model.args.window:  # a mask for each type of block, which transformers makes by itself
+        mask, positions = None, torch.arange(9000, 9024).expand(2, 24)
     ours = model.head(model(tokens, positions))
     theirs = other(tokens, attention_mask=mask, position_ids=positions).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -139,6 +168,12 @@ def test_logits_and_gradients_equal_transformers(variant):
         ("8b", 128256, 8_030_261_248),
         ("70b", 128256, 70_553_706_496),
         ("405b", 128256, 405_853_388_800),
+        ("mistral-7b-v0.1", 32000, 7_241_732_096),
+        ("mistral-7b-v0.3", 32768, 7_248_023_552),
+        ("mistral-nemo", 131072, 12_247_782_400),
+        ("mistral-small-24b", 131072, 23_572_403_200),
+        ("ministral-8b", 131072, 8_019_808_256),
+        ("smollm3-3b", 128256, 3_075_098_624),
         ("qwen3-0.6b", 151936, 596_049_920),
         ("qwen3-1.7b", 151936, 1_720_574_976),
         ("qwen3-4b", 151936, 4_022_468_096),
@@ -222,7 +257,7 @@ def test_roles(tied):
 
 def test_the_turn_of_a_bfloat16_head_is_rounded_once():
     heads = torch.randn(2, 3, 24, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    cos, sin = rotation(torch.arange(24), 16, 10_000.0)
+    cos, sin = rotation(torch.arange(24), 16, ARGS)
     exact = rotate(heads.double(), cos.double(), sin.double()).float()
     turned = rotate(heads, cos, sin)
     assert turned.dtype == torch.bfloat16

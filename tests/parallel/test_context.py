@@ -29,6 +29,10 @@ def mixed_on_ranks():
             with Calls() as calls:
                 mixed = shared(*own, sight)
             found[way.__name__, name] = mixed, part.of(plain(q, k, v, sight).mT).mT, calls.seen
+            for window in (1, 2, 3, 7):  # a chunk has 2 tokens
+                narrow = Sight.within(window, sight, q, 0.0)
+                expected = part.of(plain(q, k, v, narrow).mT).mT
+                found[way.__name__, name, window] = shared(*own, narrow), expected, None
     return found
 
 
@@ -37,7 +41,7 @@ def test_ranks_that_share_sequences_mix_the_values_of_one_rank():
         for mixed, expected, _ in found.values():
             torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-5)
         keys = [(rank + 1) * 2, 8 - rank * 2]  # of two chunks of queries, early and late
-        calls = {name: seen for name, (*_, seen) in found.items()}
+        calls = {name: seen for name, (*_, seen) in found.items() if seen}
         scale, apart = {"scale": 0.3}, (torch.float32, (2, 1, 8, 8))
         assert calls["Exchanged", "all"] == [((2, 8), (1, 8), None, CAUSAL | GROUPS | scale)]
         assert calls["Exchanged", "apart"] == [((2, 8), (1, 8), apart, GROUPS | scale)]

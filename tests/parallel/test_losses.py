@@ -61,11 +61,17 @@ def test_losses_of_a_model_with_a_base_are_those_of_one_rank(tmp_path):
     check(tmp_path, [("Llama of a base", "mars-m")], ["PP 2"], steps=3)
 
 
+def test_losses_of_windows_are_those_of_one_rank(tmp_path):
+    """In blocks of two kinds, of which every third does not rotate, with YaRN."""
+    check(tmp_path, [("windows", "mars-m")], ["CP 2"], steps=3)
+
+
 @FULL
+@pytest.mark.parametrize("model", ["Llama of a base", "windows"])
 @pytest.mark.parametrize("rule", ["mars-m", "mars-adamw"])
-def test_so_they_are_on_six_layouts(rule, tmp_path):
+def test_so_they_are_on_six_layouts(rule, model, tmp_path):
     layouts = ["HSDP 2x2", "TP 2", "PP 2 x FSDP 2", "CP 2", "CP 2 Ulysses", "TP 2 x CP 2"]
-    check(tmp_path, [("Llama of a base", rule)], layouts, steps=10)
+    check(tmp_path, [(model, rule)], layouts, steps=10)
 
 
 ALL = [*product(MODELS, SOME), *(("GPT-2", rule) for rule in RULES if rule not in SOME)]

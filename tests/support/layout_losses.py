@@ -20,6 +20,10 @@ MODELS: dict[str, dict] = {
 # Of 3 times the width and 5 times the depth of a base, whose heads of keys are as many.
 SHAPE = {"n_layer": 5, "n_head": 12, "n_kv_head": 4, "n_embd": 48, "n_inner": 72}
 MODELS["Llama of a base"] = {"name": "llama"} | SHAPE
+MODELS["windows"] = MODELS["Llama"] | {
+    **{"window": 20, "window_blocks": "sf", "rope_blocks": "rrn"},
+    **{"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_len": 16},
+}
 BASES: dict[str, dict] = {
     "Llama of a base": SHAPE
     | {"n_layer": 1, "n_head": 4, "n_embd": 16, "n_inner": 24, "depth": "1/L", "embedding": 0.5}

@@ -5,9 +5,10 @@ Sizes named after published weights have their shapes.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from torchmars.config.model_args import ModelArgs, Sizes
+from torchmars.config.decoder import DecoderArgs
+from torchmars.config.model_args import Sizes
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 
@@ -41,6 +42,11 @@ def glm(n_layer: int, n_head: int, n_embd: int, n_inner: int, **more: Any) -> di
     return llama(n_layer, n_head, n_embd, n_inner) | own | routed | more
 
 
+def mistral(n_layer: int, n_embd: int, n_inner: int, **more: Any) -> dict[str, Any]:
+    """Return a published size of Mistral."""
+    return llama(n_layer, 32, n_embd, n_inner) | {"rope_theta": 1e6} | more
+
+
 SIZES = {
     "nano": llama(4, 4, 256, 704, n_kv_head=2, rope_theta=10_000.0, tied=True),
     "160m": llama(12, 12, 768, 2304, n_kv_head=4, rope_theta=10_000.0),
@@ -55,6 +61,15 @@ SIZES = {
     "qwen3-8b": qwen3(36, 32, 4096, 12288),
     "qwen3-14b": qwen3(40, 40, 5120, 17408),
     "qwen3-32b": qwen3(64, 64, 5120, 25600),
+    "mistral-7b-v0.1": mistral(32, 4096, 14336, rope_theta=1e4, window=4096),
+    "mistral-7b-v0.3": mistral(32, 4096, 14336),
+    "mistral-nemo": mistral(40, 5120, 14336, head_dim=128),
+    "mistral-small-24b": mistral(40, 5120, 32768, head_dim=128, rope_theta=1e8),
+    "ministral-8b": mistral(36, 4096, 12288, rope_theta=1e8, window=32_768),
+    "smollm-nano": llama(4, 4, 256, 704, n_kv_head=2, rope_theta=10_000.0, tied=True)
+    | {"rope_blocks": "rrrn", "window": 128, "window_blocks": "sssf"},
+    "smollm3-3b": llama(36, 16, 2048, 11008, n_kv_head=4, rope_theta=5e6, norm_eps=1e-6, tied=True)
+    | {"rope_blocks": "rrrn"},
     "moe-nano": qwen3(4, 4, 192, 512, n_kv_head=2, head_dim=48, rope_theta=10_000.0, tied=True)
     | routed(8, 2, 256),
     "qwen3-30b-a3b": qwen3(48, 32, 2048, 6144, n_kv_head=4) | routed(128, 8, 768),
@@ -72,7 +87,7 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaArgs(ModelArgs):
+class LlamaArgs(DecoderArgs):
     """What a model of the Llama family is made from."""
 
     sizes: ClassVar[Sizes] = SIZES
@@ -84,54 +99,25 @@ class LlamaArgs(ModelArgs):
         "n_expert_inner",
     )
 
-    n_layer: Annotated[int, Range(1, 1_000)]
-    """Number of blocks."""
-    n_head: Annotated[int, Range(1, 10_000)]
-    """Attention heads of each block."""
     n_kv_head: Annotated[int, Range(1, 10_000)]
     """Heads of the keys and values, each shared by n_head / n_kv_head queries."""
     head_dim: Annotated[int, Range(2, 10_000)] | None = None
     """Width of a head. That is n_embd / n_head; 128 for Qwen3."""
-    n_embd: Annotated[int, Range(1, 1_000_000)]
-    """Width."""
-    n_inner: Annotated[int, Range(1, 10_000_000)]
-    """Width within the MLP."""
-
-    rope_theta: Annotated[float, Range(1, 1e12)] = 10_000.0
-    """Base of the wavelengths of rotary positions."""
-    rope_scaling_factor: Annotated[float, Range(1, 1_000)] = 1.0
-    """Stretch the rotary wavelengths of more than 8,192 tokens by this, as Llama 3.1 does. 1: leave
-    them."""
     rotary_fraction: Annotated[float, Range(0.01, 1)] = 1.0
     """The part of each head, from its first dim, that rotary positions turn. 0.5 in GLM-4.5."""
-
-    norm_eps: Annotated[float, Range(0, 1)] = 1e-5
-    """Added to the mean square in RMSNorm."""
+    rope_blocks: str = "r"
+    """Which blocks have rotary positions, a letter each: r has them, n has none. "rrrn": every
+    fourth block has none, as in SmolLM3. Fewer letters than blocks are repeated."""
+    window: Annotated[int, Range(1, 100_000_000)] | None = None
+    """Tokens that a token attends to in the blocks of window_blocks: itself and those before it.
+    Default: all."""
+    window_blocks: str = "s"
+    """Which blocks have the window, a letter each: s (sliding) has it, f (full) has none. "sssf":
+    every fourth block has none. Fewer letters than blocks are repeated."""
     qk_norm: bool = False
     """Normalise each head's query and key, as Qwen3 does."""
     qkv_bias: bool = False
     """Biases of queries, keys and values, as in Qwen2."""
-    tied: bool = False
-    """Let the token table be the head too."""
-
-    n_expert: Annotated[int, Range(0, 10_000)] = 0
-    """Experts of each block. 0: one MLP for all tokens."""
-    n_dense: Annotated[int, Range(0, 1_000)] = 0
-    """First blocks that have one MLP for all tokens instead of experts."""
-    n_expert_used: Annotated[int, Range(1, 1_000)] = 2
-    """Experts that each token uses."""
-    n_expert_inner: Annotated[int, Range(1, 10_000_000)] | None = None
-    """Width within an expert. That is n_inner where the size has none."""
-    n_expert_shared: Annotated[int, Range(0, 1_000)] = 0
-    """Experts that all tokens use besides. They are one MLP of width n_expert_shared *
-    n_expert_inner."""
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    """How a router's logits become scores. softmax: over all experts. sigmoid: of each alone, and
-    experts are chosen by score and a bias, as in GLM-4.5."""
-    norm_topk_prob: bool = True
-    """Divide the weights of a token's experts by their sum, as Mixtral does."""
-    routed_scaling: Annotated[float, Range(0.001, 1_000)] = 1.0
-    """The factor of the outputs of a token's chosen experts."""
 
     @property
     def head_width(self) -> int:
@@ -143,10 +129,14 @@ class LlamaArgs(ModelArgs):
         """Width of the part of a head that is rotated."""
         return round(self.head_width * self.rotary_fraction)
 
-    @property
-    def expert_width(self) -> int:
-        """Width within an expert."""
-        return self.n_expert_inner or self.n_inner
+    def rotates(self, number: int) -> bool:
+        """Return whether block `number` has rotary positions."""
+        return self.rope_blocks[number % len(self.rope_blocks)] == "r"
+
+    def window_of(self, number: int) -> int | None:
+        """Return how many tokens one attends to in block `number`; None: all before it."""
+        slides = self.window_blocks[number % len(self.window_blocks)] == "s"
+        return self.window if slides else None
 
     def check(self) -> None:
         if self.head_dim is None and self.n_embd % self.n_head:
@@ -170,28 +160,20 @@ class LlamaArgs(ModelArgs):
                 f"model.rotary_fraction = {self.rotary_fraction:g} of heads of width "
                 f"{self.head_width} is no even number of dims: choose another"
             )
+        check_pattern("rope_blocks", self.rope_blocks, "rn", self.n_layer)
+        check_pattern("window_blocks", self.window_blocks, "sf", self.n_layer)
+        self.check_rope()
         self.check_experts()
 
-    def check_experts(self) -> None:
-        """Raise `UserError` for experts that cannot be built."""
-        if not self.n_expert:
-            none = {"n_expert_shared": 0, "n_dense": 0, "router": "softmax", "routed_scaling": 1.0}
-            own = {name: getattr(self, name) for name in none}
-            names = [name for name, value in own.items() if value != none[name]]
-            if names:
-                raise UserError(
-                    f"{', '.join(f'model.{name} = {own[name]}' for name in names)} has no meaning "
-                    f"without experts: set it to {', '.join(str(none[name]) for name in names)}, "
-                    "or model.n_expert to more than 0"
-                )
-            return
-        if self.n_expert_used > self.n_expert:
-            raise UserError(
-                f"model.n_expert_used = {self.n_expert_used} is more than model.n_expert = "
-                f"{self.n_expert}: choose at most as many"
-            )
-        if self.n_dense >= self.n_layer:
-            raise UserError(
-                f"model.n_dense = {self.n_dense} leaves no block of model.n_layer = {self.n_layer} "
-                "for experts: lower it, or set model.n_expert = 0"
-            )
+
+def check_pattern(name: str, pattern: str, letters: str, blocks: int) -> None:
+    """Raise `UserError` for a pattern of blocks that has other letters, or more than blocks."""
+    if not pattern or set(pattern) - set(letters):
+        raise UserError(
+            f"model.{name} = {pattern!r}: write a letter for each block, {' or '.join(letters)}"
+        )
+    if len(pattern) > blocks:
+        raise UserError(
+            f"model.{name} = {pattern!r} has {len(pattern)} letters for model.n_layer = {blocks} "
+            "blocks: shorten it"
+        )

@@ -62,7 +62,8 @@ class ModelConfig:
     """Which model is trained."""
 
     name: Annotated[str, FamilyName(MODELS), Mark.IDENTITY] = "gpt2"
-    """Model family. llama: also Qwen2, Qwen3, Qwen3-MoE, Mixtral and GLM-4.5."""
+    """Model family. llama: also Mistral, Ministral, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, Mixtral and
+    GLM-4.5."""
     size: Annotated[str, Mark.IDENTITY] = "nano"
     """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).
     llama: nano (3M, for CPUs), 160m, the sizes of Llama 3 (1b, 3b, 8b, 70b, 405b) and of Qwen3

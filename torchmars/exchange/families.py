@@ -28,6 +28,14 @@ _QWEN = _LLAMA | {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32_768,
     "use_sliding_window": False,
+    "sliding_window": 4096,  # null unless use_sliding_window
+}
+_WINDOWS = {"max_window_layers": 28, "layer_types": None}
+_MISTRAL = _LLAMA | {
+    "intermediate_size": 14_336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
 }
 # By the model_type of config.json. `rope_theta` and `partial_rotary_factor` are in its table
 # `rope_parameters`, or beside it.
@@ -47,8 +55,27 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "llama": _LLAMA | {"mlp_bias": False},
-    "qwen2": _QWEN,
-    "qwen3": _QWEN | {"head_dim": 128},
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL | {"layer_types": None},
+    "smollm3": _LLAMA
+    | {
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": None,
+        "no_rope_layers": None,  # as no_rope_layer_interval says
+        "no_rope_layer_interval": 4,
+    },
+    "qwen2": _QWEN | _WINDOWS,
+    "qwen3": _QWEN | _WINDOWS | {"head_dim": 128},
     "qwen3_moe": _QWEN
     | {
         "hidden_size": 2048,
@@ -62,11 +89,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    "mixtral": _LLAMA
+    "mixtral": _MISTRAL
     | {
-        "intermediate_size": 14_336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
         "num_local_experts": 8,
@@ -121,6 +145,9 @@ KEYS: dict[str, dict[str, str]] = {
         "vocab_size": "vocab_size",
     },
     "llama": _SHAPE,
+    "mistral": _SHAPE,
+    "ministral": _SHAPE,
+    "smollm3": _SHAPE,
     "qwen2": _SHAPE,
     "qwen3": _SHAPE,
     "qwen3_moe": _MIXTURE | {"n_expert": "num_experts"},
@@ -143,6 +170,9 @@ KEYS: dict[str, dict[str, str]] = {
 TITLES = {
     "gpt2": "GPT-2",
     "llama": "Llama",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
+    "smollm3": "SmolLM3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",

@@ -5,7 +5,10 @@ from typing import Any
 
 from torchmars.core.errors import UserError
 from torchmars.exchange.families import ALIASES, DEFAULTS, KEYS
-from torchmars.exchange.to_config import GPT2_ACTIVATIONS, rope_scaling
+from torchmars.exchange.patterns import patterns_of
+from torchmars.exchange.rope import rope_of, rope_table
+from torchmars.exchange.to_config import GPT2_ACTIVATIONS
+from torchmars.exchange.values import number, require_all, whole_number
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,16 +90,12 @@ def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope, glm = rope_of(config), config["model_type"] == "glm4_moe"
-    types = config.get("layer_types")
-    for each in types if isinstance(types, list) else []:
-        require_all({"layer_types": each}, layer_types=["full_attention"])
     require_all(
         config,
         hidden_act=["silu", "swish"],
-        attention_bias=[False, True] if glm else [False],
+        attention_bias=[False, True] if config["model_type"] == "glm4_moe" else [False],
         mlp_bias=[False],
-        use_sliding_window=[False],
+        use_sliding_window=[False, True],
         tie_word_embeddings=[False, True],
     )
     heads, width = (whole_number(config, name) for name in ("num_attention_heads", "hidden_size"))
@@ -105,12 +104,13 @@ def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if config[name] is None}
     return {
         "name": "llama",
-        "rope_theta": number(rope, "rope_theta"),
-        "rope_scaling_factor": number(rope, "factor"),
         "qk_norm": config["model_type"] in ("qwen3", "qwen3_moe"),
         "qkv_bias": config["model_type"] == "qwen2",
         "tied": config["tie_word_embeddings"],
-    } | shape_of({**config, **given})
+        **rope_of(config),
+        **patterns_of(config),
+        **shape_of({**config, **given}),
+    }
 
 
 def from_qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,6 @@ def from_qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
-    require_all(config, sliding_window=[None])
     return from_llama(config) | {"norm_topk_prob": True}
 
 
@@ -139,7 +138,7 @@ def from_glm(config: Mapping[str, Any]) -> dict[str, Any]:
     return from_llama(config) | {
         "router": "sigmoid",
         "qk_norm": config["use_qk_norm"],
-        "rotary_fraction": number(rope_of(config), "partial_rotary_factor"),
+        "rotary_fraction": number(rope_table(config), "partial_rotary_factor"),
     }
 
 
@@ -164,61 +163,3 @@ def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[ours] = whole_number(config, theirs, least=0 if ours == "n_dense" else 1)
     return found
-
-
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_theta`, `partial_rotary_factor` and the scaling's `factor` of rotary positions.
-
-    The factor is that of Llama 3.1's scaling, 1 if there is none. transformers 5 writes all as
-    `rope_parameters`, older versions as `rope_theta`, `partial_rotary_factor` and `rope_scaling`.
-    Raises `UserError` for another scaling.
-    """
-    tables = [config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name)]
-    more = tables[0] if tables else {}
-    if not isinstance(more, dict):
-        raise UserError(f"its rotary positions are {more!r}, which is no table")
-    if nested := [name for name, value in more.items() if isinstance(value, dict)]:
-        raise UserError(f"its rotary positions are those of layers of types: {', '.join(nested)}")
-    rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")} | more
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if config["model_type"] != "glm4_moe":
-        require_all(rope, partial_rotary_factor=[None, 1.0])
-    if kind == "default":
-        return rope | {"factor": 1.0}
-    if "original_max_position_embeddings" in config:  # it goes before that of the table
-        name = "original_max_position_embeddings"
-        rope[name] = config[name]
-    if kind != "llama3" or rope | rope_scaling(rope["factor"]) != rope:
-        raise UserError(
-            f"its rotary positions are scaled by {rope}: only Llama 3.1's scaling can be imported"
-        )
-    return rope
-
-
-def require_all(config: Mapping[str, Any], **allowed: list[Any]) -> None:
-    """Raise `UserError` for a setting with a value that our families do not cover.
-
-    One that is not there is as ours by default. One that is null need not be.
-    """
-    for name, values in allowed.items():
-        if name in config and config[name] not in values:
-            known = ", ".join(repr(value) for value in values if value is not None) or "null"
-            raise UserError(
-                f"its {name} is {config[name]!r}: only models with {known} can be imported"
-            )
-
-
-def whole_number(config: Mapping[str, Any], name: str, least: int = 1) -> int:
-    """Return a setting that is reckoned with. Raises `UserError` if it is no such number."""
-    value = config[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"its {name} is {value!r}: it must be a whole number, at least {least}")
-    return value
-
-
-def number(config: Mapping[str, Any], name: str) -> float:
-    """Return a setting that is a number. Raises `UserError` if it is not."""
-    value = config[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UserError(f"its {name} is {value!r}: it must be a number")
-    return value

@@ -7,8 +7,10 @@ from torchmars.config.llama import LlamaArgs
 from torchmars.core.errors import UserError
 from torchmars.exchange.families import KEYS
 from torchmars.exchange.names import mixture_kind
+from torchmars.exchange.patterns import check_patterns, pattern_config
+from torchmars.exchange.rope import rope_config
 from torchmars.models.gpt2 import GPT2
-from torchmars.models.llama import HIGH, LOW, ORIGINAL_CONTEXT, Llama
+from torchmars.models.llama import Llama
 from torchmars.models.model import Model
 
 # What all models with such a router have there.
@@ -18,6 +20,18 @@ WITH_SOFTMAX = {
     "n_dense": 0,
     "routed_scaling": 1.0,
     "rotary_fraction": 1.0,
+}
+# The names of transformers' classes, without their end.
+CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
+    "smollm3": "SmolLM3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "glm4_moe": "Glm4Moe",
 }
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
@@ -65,21 +79,28 @@ def llama_config(args: LlamaArgs) -> dict[str, Any]:
             "no model of transformers has both model.qk_norm and model.qkv_bias: such weights can "
             "only be written with --to safetensors"
         )
-    family = "Qwen3" if args.qk_norm else "Qwen2" if args.qkv_bias else "Llama"
+    kind = mixture_kind(args) if args.n_expert else dense_kind(args)
+    check_patterns(kind, args)
     config: dict[str, Any] = {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": family.lower(),
-        **keys_of(family.lower(), args),
-        "rope_theta": args.rope_theta,
+        "architectures": [f"{CLASSES[kind]}ForCausalLM"],
+        "model_type": kind,
+        **keys_of(kind, args),
+        **rope_config(args),
         "hidden_act": "silu",
-        "attention_bias": False,
         "tie_word_embeddings": args.tied,
+        **pattern_config(kind, args),
     }
-    if args.n_expert:
-        config |= mixture_config(args)
-    if args.rope_scaling_factor != 1.0:
-        config["rope_scaling"] = rope_scaling(args.rope_scaling_factor)
-    return config
+    return {"attention_bias": False} | config | (mixture_config(args) if args.n_expert else {})
+
+
+def dense_kind(args: LlamaArgs) -> str:
+    """Return transformers' name for the kind of a model without experts."""
+    if args.qk_norm or args.qkv_bias:
+        return "qwen3" if args.qk_norm else "qwen2"
+    if not all(map(args.rotates, range(args.n_layer))):
+        return "smollm3"
+    windows = {args.window_of(number) for number in range(args.n_layer)}
+    return "ministral" if len(windows) > 1 else "llama" if windows == {None} else "mistral"
 
 
 def check_mixture(args: LlamaArgs) -> None:
@@ -105,19 +126,13 @@ def check_mixture(args: LlamaArgs) -> None:
 
 
 def mixture_config(args: LlamaArgs) -> dict[str, Any]:
-    """Return what config.json has otherwise where there are experts."""
+    """Return what config.json has besides where there are experts."""
     kind = mixture_kind(args)
-    config = {"model_type": kind, **keys_of(kind, args)}
     if kind == "mixtral":
-        return config | {"architectures": ["MixtralForCausalLM"], "sliding_window": None}
+        return {}
     if kind == "qwen3_moe":
-        return config | {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    return config | {
-        "architectures": ["Glm4MoeForCausalLM"],
+        return {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return {
         "n_group": 1,
         "topk_group": 1,
         "use_qk_norm": args.qk_norm,
@@ -132,14 +147,3 @@ def keys_of(kind: str, args: GPT2Args | LlamaArgs) -> dict[str, Any]:
     if isinstance(args, LlamaArgs):
         ours = ours | {"head_dim": args.head_width, "n_expert_inner": args.expert_width}
     return {theirs: ours[name] for name, theirs in KEYS[kind].items()}
-
-
-def rope_scaling(factor: float) -> dict[str, Any]:
-    """Return Llama 3.1's scaling of rotary positions as config.json has it."""
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": LOW,
-        "high_freq_factor": HIGH,
-        "original_max_position_embeddings": ORIGINAL_CONTEXT,
-    }

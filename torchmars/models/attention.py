@@ -4,6 +4,7 @@
 matter, its `reach`: context parallelism and the cache of a sampler replace that.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from torchmars.models.documents import bounds, document_numbers
 # width], keys [batch, heads or fewer, keys, width] and values [..., width of a value]. The queries
 # are those of the last tokens.
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Queries of a block of `window_blocks` at least: smaller ones would be many small products.
+LEAST_BLOCK = 64
 # Hands queries, and the keys and values that they may see, to a `Mix`.
 Reach = Callable[[Tensor, Tensor, Tensor, Mix], Tensor]
 
@@ -36,6 +39,10 @@ class Sight(NamedTuple):
     """Tokens of the sequences that have the documents."""
     whole: Tensor | None = None
     """The `bounds` of these sequences."""
+    since: Tensor | None = None
+    """The first place that each token sees, [batch, all tokens]. None: all see place 0."""
+    window: int | None = None
+    """How many tokens one sees at most, itself included; None: any number."""
 
     @classmethod
     def of_documents(cls, starts: Tensor, length: int, x: Tensor, dropout: float) -> "Sight":
@@ -46,7 +53,8 @@ class Sight(NamedTuple):
         # In the dtype of `x`: of a boolean mask each block would make such a one of its own.
         mask = torch.zeros(len(starts), 1, length, length, dtype=x.dtype, device=x.device)
         seen = (numbers[:, None, :, None] == numbers[:, None, None, :]).tril_()
-        return cls(mask.masked_fill_(seen.logical_not_(), -torch.inf))
+        mask.masked_fill_(seen.logical_not_(), -torch.inf)
+        return cls(mask, since=starts.gather(1, numbers), length=length)
 
     @classmethod
     def after_padding(cls, padding: Tensor, places: Tensor, device: torch.device) -> "Sight":
@@ -57,10 +65,20 @@ class Sight(NamedTuple):
         if len(places) == 1 and not padding.any():
             return cls()
         keys = torch.arange(int(places[-1]) + 1)
-        earlier = keys <= places[:, None]
         # Padding sees itself: what sees nothing would be NaN.
-        real = (keys >= padding[:, None, None]) | (keys == places[:, None])
-        return cls((earlier & real)[:, None].to(device))
+        since = torch.minimum(padding[:, None], keys)
+        seen = (keys <= places[:, None]) & (keys >= since[:, places, None])
+        return cls(seen[:, None].to(device), since=since.to(device))
+
+    @classmethod
+    def within(cls, window: int, sight: "Sight | None", x: Tensor, dropout: float) -> "Sight":
+        """Let each token see no more than `window` tokens of those that `sight` lets it see."""
+        if sight is not None:
+            return sight._replace(window=window)
+        # The kernel of documents takes a window: each sequence is a document.
+        whole = has_kernel(x.device.type, x.dtype, dropout)
+        starts = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device) if whole else None
+        return cls(starts=starts, window=window)
 
     def mask_of(self, queries: int, keys: int) -> Tensor | None:
         """Return which of the first `keys` tokens the last `queries` of them see."""
@@ -88,8 +106,8 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.scale = scale
         self.reach: Reach = here
-        self.make_mask: Callable[[int, int], Tensor | None] = lower_right
-        """Makes the mask of the last of several tokens, where they see all before them."""
+        self.masks = True
+        """Whether masks are made. Planning goes without where a GPU's kernel does."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sight: Sight | None = None, dropout: float = 0.0
@@ -105,30 +123,75 @@ class CausalAttention(nn.Module):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight | None, dropout: float) -> Tensor:
         """Return the mixed values of queries, which belong to the last of the tokens."""
         queries, keys, own, width = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        scale, grouped = self.scale, k.shape[1] != q.shape[1]
+        scale, sight = self.scale, sight if sight is not None else Sight()
         if width != own:
             # Fused kernels want one width. Zeros change no logit, and are cut off the values.
             scale = own**-0.5 if scale is None else scale
             q, k, v = (F.pad(part, (0, max(width, own) - part.shape[3])) for part in (q, k, v))
-        if sight is not None and sight.starts is not None:
+        if sight.starts is not None:
             # It brings torch's compiler, a second that a launcher has no use for.
             from torchmars.models.document_kernel import mix_documents
 
-            of_queries = sight.bounds_of(keys - queries, queries)
-            mixed = mix_documents(q, k, v, of_queries, sight.bounds_of(0, keys), scale)
+            of_queries, of_keys = sight.bounds_of(keys - queries, queries), sight.bounds_of(0, keys)
+            mixed = mix_documents(q, k, v, of_queries, of_keys, scale, sight.window)
+        elif self.masks and sight.window is not None and sight.window < keys:
+            blocks, seen = window_blocks(q, k, v, sight.since, sight.window)
+            parts = mix_by_torch(*blocks, seen, dropout, scale).unflatten(0, (len(q), -1))
+            mixed = parts.transpose(1, 2).flatten(2, 3)[:, :, -queries:]
         else:
-            causal = sight is None and queries == keys
-            if sight is not None:
-                mask = sight.mask_of(queries, keys)
-            else:
-                mask = None if causal else self.make_mask(queries, keys)
-            if grouped and not takes_groups(q, sight is None or mask is None):
-                times, grouped = q.shape[1] // k.shape[1], False
-                k, v = (part.repeat_interleave(times, dim=1) for part in (k, v))
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-            )
+            mask = sight.mask_of(queries, keys)
+            if self.masks and mask is None and 1 < queries < keys:
+                mask = lower_right(queries, keys)
+            mixed = mix_by_torch(q, k, v, mask, dropout, scale)
         return mixed if mixed.shape[3] == width else mixed[..., :width]
+
+
+def mix_by_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None
+) -> Tensor:
+    """Return the mixed values. Without `mask`, all queries see all keys, or those before them."""
+    causal, grouped = mask is None and q.shape[2] == k.shape[2], k.shape[1] != q.shape[1]
+    if grouped and not takes_groups(q, mask is None or type(mask) is not Tensor):
+        times, grouped = q.shape[1] // k.shape[1], False
+        k, v = (part.repeat_interleave(times, dim=1) for part in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def window_blocks(
+    q: Tensor, k: Tensor, v: Tensor, since: Tensor | None, window: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Return queries, keys and values in blocks that can be mixed apart, and the blocks' mask.
+
+    A block has `size` queries, and the keys of these and of the window before them. So no tensor
+    has as many elements as queries times keys. Blocks are [batch x blocks, heads, tokens, width],
+    the mask [batch x blocks, 1, size, keys of a block]. Places before the first are filled with
+    zeros, and only queries that fill see them.
+    """
+    batch, queries, keys = len(q), q.shape[2], k.shape[2]
+    size = min(max(window, LEAST_BLOCK), queries)
+    number = math.ceil(queries / size)
+    first_query = keys - number * size  # below 0 where the first block is not full
+    first_key = first_query - (window - 1)
+    q = F.pad(q, (0, 0, number * size - queries, 0)).unflatten(2, (number, size))
+    k, v = (
+        F.pad(part[:, :, max(first_key, 0) :], (0, 0, max(-first_key, 0), 0)) for part in (k, v)
+    )
+    k, v = (part.unfold(2, size + window - 1, size).transpose(3, 4) for part in (k, v))
+    blocks = [part.transpose(1, 2).flatten(0, 1) for part in (q, k, v)]
+
+    places = torch.arange(first_query, keys, device=q.device).unflatten(0, (number, size, 1))
+    of_keys = torch.arange(first_key, keys, device=q.device).unfold(0, size + window - 1, size)
+    seen = (of_keys[:, None] <= places) & (of_keys[:, None] > places - window)
+    seen = seen & ((of_keys[:, None] >= 0) | (places < 0))
+    seen = seen.expand(batch, -1, -1, -1)
+    if since is not None:
+        first = F.pad(
+            since[:, max(first_query, 0) : keys], (max(-first_query, 0), 0), value=first_key
+        )
+        seen = seen & (of_keys[:, None] >= first.unflatten(1, (number, size, 1)))
+    return (blocks[0], blocks[1], blocks[2]), seen.flatten(0, 1).unsqueeze(1)
 
 
 def here(q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:

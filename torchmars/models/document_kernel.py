@@ -11,9 +11,18 @@ TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def mix_documents(
-    q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor, of_keys: Tensor, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
-    """Return the mixed values, by the `bounds` of documents among queries and keys."""
+    """Return the mixed values, by the `bounds` of documents among queries and keys.
+
+    Each query sees the last `window` keys of its document up to its own, or all of them.
+    """
     batch, queries, keys = len(q), q.shape[2], k.shape[2]
     groups: dict[str, Any] = {}
     if k.shape[1] != q.shape[1] and TAKES_GROUPS:
@@ -21,9 +30,11 @@ def mix_documents(
     elif k.shape[1] != q.shape[1]:
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
-    # This window is causal: the last query of a document sees all keys of it.
+    # The kernel counts keys before a query's own, and -1 are all: the last query of a document sees
+    # the last keys of it, up to its own.
+    sizes = (-1 if window is None else window - 1, 0)
     mixed = varlen_attn(
-        q, k, v, of_queries, of_keys, queries, keys, scale=scale, window_size=(-1, 0), **groups
+        q, k, v, of_queries, of_keys, queries, keys, scale=scale, window_size=sizes, **groups
     )
     assert isinstance(mixed, Tensor)
     return mixed.unflatten(0, (batch, queries)).transpose(1, 2)

@@ -1,21 +1,21 @@
-"""The Llama family: Llama 3 and, by options, Qwen2, Qwen3, Qwen3-MoE, Mixtral and GLM-4.5.
+"""The Llama family: Llama 3 and, by options, Mistral, SmolLM3, Qwen, Mixtral and GLM-4.5.
 
 - RMS norms, SwiGLU MLPs and grouped queries. No biases, except `qkv_bias` (Qwen2, GLM-4.5).
 - Rotary positions, in float32; GLM-4.5 rotates only half of each head (`rotary_fraction`).
-- `rope_scaling_factor` stretches the long wavelengths, as in Llama 3.1.
+- `rope_scaling_factor` stretches wavelengths, as in Llama 3.1 or by YaRN.
+- Blocks without rotary positions (`rope_blocks`, SmolLM3), or with a window of attention (Mistral).
 - `qk_norm` normalises each head's queries and keys (Qwen3).
 - The head is a weight of its own or, if `tied`, the token table.
 - Experts (moe.py) replace the MLP in all blocks after the first `n_dense`.
 
 Sources: Touvron et al. 2023 (arXiv 2302.13971) for the architecture; Grattafiori et al. 2024 (arXiv
 2407.21783) for Llama 3; Yang et al. 2024 and 2025 (arXiv 2407.10671, 2505.09388) for Qwen2 and
-Qwen3; Jiang et al. 2024 (arXiv 2401.04088) for Mixtral; GLM-4.5 Team 2025 (arXiv 2508.06471).
+Qwen3; Jiang et al. 2023 and 2024 (arXiv 2310.06825, 2401.04088) for Mistral and Mixtral; GLM-4.5
+Team 2025 (arXiv 2508.06471).
 """
 
-import math
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,18 +25,15 @@ from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.model import Head, Model, Table, TensorParallelCut, added
 from torchmars.models.moe import MoE
-
-# Llama 3.1's scaling stretches wavelengths of more than ORIGINAL_CONTEXT / LOW tokens, leaves those
-# below ORIGINAL_CONTEXT / HIGH, and goes from one to the other between. All its sizes have these.
-ORIGINAL_CONTEXT, LOW, HIGH = 8192, 1.0, 4.0
+from torchmars.models.rotary import rotate, rotation
 
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped queries."""
 
-    def __init__(self, args: LlamaArgs) -> None:
+    def __init__(self, args: LlamaArgs, number: int) -> None:
         super().__init__()
-        self.head_width = args.head_width
+        self.head_width, self.rotates = args.head_width, args.rotates(number)
         q_width, kv_width = args.n_head * args.head_width, args.n_kv_head * args.head_width
         self.q = nn.Linear(args.n_embd, q_width, bias=args.qkv_bias)
         self.k = nn.Linear(args.n_embd, kv_width, bias=args.qkv_bias)
@@ -54,7 +51,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, sight)
+        if self.rotates:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = self.attend(q, k, v, sight)
         projected: Tensor = self.proj(y.transpose(1, 2).flatten(2))
         return projected
 
@@ -98,7 +97,7 @@ class Block(nn.Module):
         super().__init__()
         self.residual = args.multipliers.residual
         self.attn_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
-        self.attn = Attention(args)
+        self.attn = Attention(args, number)
         self.mlp_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         self.mlp = make_mlp(args, number)
 
@@ -145,10 +144,14 @@ class Llama(Model):
 
     def transform(self, x: Tensor, positions: Tensor, sight: Sight | None) -> Tensor:
         args = self.args
-        cos, sin = rotation(positions, args.rotary_width, args.rope_theta, args.rope_scaling_factor)
-        for block in self.blocks.values():
-            x = block(x, cos, sin, sight)
+        cos, sin = rotation(positions, args.rotary_width, args)
+        narrow = Sight.within(args.window, sight, x, self.dropout) if args.window else None
+        for number, block in self.blocks.items():
+            x = block(x, cos, sin, narrow if args.window_of(int(number)) else sight)
         return x
+
+    def attended(self, number: int) -> int:
+        return min(self.args.window_of(number) or self.seq_len, self.seq_len)
 
     def used_parameters(self, name: str, parameter: Tensor) -> int:
         count = super().used_parameters(name, parameter)
@@ -162,43 +165,9 @@ class Llama(Model):
             shared = f" and {args.n_expert_shared} shared" if args.n_expert_shared else ""
             dense = f", after {counted(args.n_dense, 'block')} of {mlp}" if args.n_dense else ""
             mlp = experts + shared + dense
+        window = f"window {args.window} in blocks {args.window_blocks}, " if args.window else ""
         return (
             f"{counted(args.n_layer, 'layer')}, {counted(args.n_head, 'head')} "
-            f"({args.n_kv_head} of keys and values), width {args.n_embd} ({mlp}), "
+            f"({args.n_kv_head} of keys and values), width {args.n_embd} ({mlp}), {window}"
             f"vocabulary {args.vocab_size}"
         )
-
-
-def rotation(
-    positions: Tensor, width: int, theta: float, scaling_factor: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles of `positions` [length] or [batch, length], float32.
-
-    Both are [1 or batch, 1, length, width / 2], where `width` of each head is rotated. Pair i turns
-    by theta^(-2i / width) for each position (Su et al. 2021, arXiv 2104.09864, equation 15), or as
-    `scaling_factor` changes that.
-    """
-    dims = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32)
-    frequencies = 1.0 / theta ** (dims / width)
-    if scaling_factor != 1.0:
-        # The part that stays: 1 for the short wavelengths, 0 for the long ones.
-        turns = ORIGINAL_CONTEXT * frequencies / (2 * math.pi)
-        kept = ((turns - LOW) / (HIGH - LOW)).clamp(0, 1)
-        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling_factor
-    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-3)
-    angles = angles if angles.ndim == 4 else angles.unsqueeze(0)
-    return angles.cos(), angles.sin()
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `heads` [batch, heads, length, head width] with each pair of dims turned.
-
-    Of the first w dims, for which `cos` and `sin` have w / 2 angles, i and i + w / 2 are a pair, as
-    in transformers. The others stay. The turn is computed in float32, since an angle's cosine in
-    bfloat16 is off by up to 0.4%.
-    """
-    width = 2 * cos.shape[-1]
-    first, second = heads[..., :width].chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    turned = turned.to(heads.dtype)
-    return turned if width == heads.shape[-1] else torch.cat([turned, heads[..., width:]], dim=-1)

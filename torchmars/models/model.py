@@ -212,8 +212,8 @@ class Model(nn.Module, ABC):
     def flops_per_token(self) -> int:
         """Return the FLOPs of the forward and backward pass of one token at full length.
 
-        6 per parameter that a token uses in a matrix product, and 12 L H T for attention of total
-        width H. Source: Chowdhery et al. 2022, appendix B.
+        6 per parameter that a token uses in a matrix product, and 12 H T in each block for
+        attention of total width H to T tokens. Source: Chowdhery et al. 2022, appendix B.
         """
         tables = {f"{name}.weight" for name in self.inputs}
         if self.output is None:
@@ -223,8 +223,12 @@ class Model(nn.Module, ABC):
             for name, parameter in self.named_parameters()
             if parameter.ndim > 1 and name not in tables
         )
-        attention = self.n_layer * self.heads[0] * self.head_width * self.seq_len
-        return 6 * matrices + 12 * attention
+        attended = sum(self.attended(number) for number in range(self.n_layer))
+        return 6 * matrices + 12 * self.heads[0] * self.head_width * attended
+
+    def attended(self, number: int) -> int:
+        """Return how many tokens the last token of a full sequence attends to in a block."""
+        return self.seq_len
 
     @abstractmethod
     def describe(self) -> str:
