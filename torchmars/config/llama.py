@@ -103,6 +103,7 @@ class LlamaArgs(DecoderArgs):
     """Heads of the keys and values, each shared by n_head / n_kv_head queries."""
     head_dim: Annotated[int, Range(2, 10_000)] | None = None
     """Width of a head. That is n_embd / n_head; 128 for Qwen3."""
+
     rotary_fraction: Annotated[float, Range(0.01, 1)] = 1.0
     """The part of each head, from its first dim, that rotary positions turn. 0.5 in GLM-4.5."""
     rope_blocks: str = "r"
@@ -114,6 +115,7 @@ class LlamaArgs(DecoderArgs):
     window_blocks: str = "s"
     """Which blocks have the window, a letter each: s (sliding) has it, f (full) has none. "sssf":
     every fourth block has none. Fewer letters than blocks are repeated."""
+
     qk_norm: bool = False
     """Normalise each head's query and key, as Qwen3 does."""
     qkv_bias: bool = False
