@@ -64,7 +64,7 @@ def test_who_lists_models_of_transformers_lists_all():
             if len(named) >= 4:
                 listed += 1
                 assert named >= titles.keys() - {"GPT-2", "Llama"}, (page, paragraph)
-    assert listed >= 4
+    assert listed >= 3
     assert IN_WORDS in " ".join(import_module("torchmars.commands.import").Import.__doc__.split())
     for title, pattern in titles.items():
         assert pattern.search(IN_WORDS), title
