@@ -475,8 +475,11 @@ def test_what_makes_a_run_the_same_run_is_marked():
         *("n_dense", "n_expert_used", "n_expert_inner", "n_expert_shared"),
         *("window", "rope_original_len"),
     }
+    latent_shape = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
+    shape |= {*latent_shape, "n_group", "topk_group"}
+    latent = {f"model.{name}" for name in (*latent_shape, "n_group", "topk_group", *latent_rope)}
     transfer = {f"transfer.{name}" for name in ("size", "depth", "decay", "embedding", *shape)}
-    assert {*identity_fields()} == transfer | {
+    assert {*identity_fields()} == transfer | latent | {
         "run.seed",
         "model.name",
         "model.size",

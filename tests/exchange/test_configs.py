@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 
+from tests.models.test_latent import ARGS as DEEPSEEK
+from tests.models.test_latent import VARIANTS as LATENT
 from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_llama import VARIANTS
 from tests.models.test_moe import VARIANTS as MIXTURES
@@ -17,6 +19,7 @@ from torchmars.exchange.from_config import from_config
 from torchmars.exchange.names import counterparts
 from torchmars.exchange.to_config import to_config
 from torchmars.models import build_model
+from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama
 
@@ -28,6 +31,9 @@ MODELS = {
     **{
         name: Llama(dataclasses.replace(LLAMA, **changes))
         for name, changes in (VARIANTS | MIXTURES).items()
+    },
+    **{
+        name: Deepseek(dataclasses.replace(DEEPSEEK, **changes)) for name, changes in LATENT.items()
     },
 }
 
@@ -83,7 +89,8 @@ def test_our_model_of_their_config_is_the_one_it_was(name, tmp_path):
         again = build_model(ModelConfig(**table), 1, length)
     args = model.args
     if isinstance(model, Llama):
-        args = dataclasses.replace(args, head_dim=args.head_width)
+        if "head_dim" in vars(args):
+            args = dataclasses.replace(args, head_dim=args.head_width)
         if args.n_expert:
             inner = args.n_expert_inner or args.n_inner
             args = dataclasses.replace(args, n_expert_inner=inner)
@@ -123,6 +130,7 @@ def test_a_key_that_is_left_out_has_the_default_of_its_class(kind):
     if kind == "ministral":
         given["layer_types"] = ["sliding_attention"] * blocks
     given["no_rope_layers"] = [1, 1, 1, 0] * (blocks // 4)
+    given["mlp_layer_types"] = ["dense"] + ["sparse"] * (blocks - 1)
     if theirs.get("use_sliding_window") is False:  # which makes it null
         theirs["sliding_window"] = type(made).sliding_window
     theirs |= {"partial_rotary_factor": 1.0} | theirs.get("rope_parameters", {})
@@ -192,6 +200,15 @@ def test_the_number_of_experts_has_either_name(kind):
         assert from_config(config | {name: number}) == expected
         with pytest.raises(UserError, match="which is the same, [78]: leave the right one"):
             from_config(config | dict.fromkeys(names, 7) | {name: number})
+
+
+def test_a_kimi_is_read_as_a_deepseek():
+    """transformers does not know its model_type."""
+    config = to_config(MODELS["deepseek"])
+    assert from_config(config | {"model_type": "kimi_k2"}) == from_config(config)
+    del config["num_hidden_layers"], config["n_group"]
+    found = from_config(config | {"model_type": "kimi_k2"})
+    assert (found["n_layer"], found["n_group"]) == (61, 8)  # those of the class DeepseekV3Config
 
 
 @pytest.mark.parametrize(

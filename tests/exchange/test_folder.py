@@ -235,6 +235,10 @@ MIXTURES = {
     "qwen3_moe": LLAMA | EXPERTS | {"qk_norm": True},
     "mixtral": LLAMA | EXPERTS,
     "glm4_moe": LLAMA | EXPERTS | GLM | {"n_layer": 3, "routed_scaling": 2.5},
+    "deepseek_v3": {"name": "deepseek", "n_layer": 3, "n_head": 4, "n_embd": 32, "n_inner": 48}
+    | EXPERTS
+    | {"q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 12, "n_group": 2, "topk_group": 1}
+    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
 }
 
 
@@ -330,10 +334,12 @@ def test_memory_holds_one_stack_of_experts_at_a_time(tmp_path):
     assert len(held) == len(shapes)
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
 @pytest.mark.parametrize("layer,message", [(2, ""), (3, "layers.3.x, which no model")])
-def test_a_layer_that_predicts_the_token_after_the_next_is_left_out(tmp_path, layer, message):
-    """As GLM-4.5 is published with one behind the last; no other may follow."""
-    model = build_model(ModelConfig(**MIXTURES["glm4_moe"] | {"n_layer": 2}), 257, LENGTH)
+def test_a_layer_that_predicts_the_token_after_the_next_is_left_out(tmp_path, layer, message, name):
+    """As these are published with one behind the last; no other may follow."""
+    model = build_model(ModelConfig(**MIXTURES[name] | {"n_layer": 2}), 257, LENGTH)
+    assert to_config(model)["num_nextn_predict_layers"] == 0  # the class of DeepSeek-V3 has 1
     state = model.state_dict()
     write_weight_files(tmp_path, model, torch.float32, state.__getitem__)
     more = {f"model.layers.{layer}.x": torch.ones(1)}

@@ -26,6 +26,9 @@ from torchmars.models import build_meta_model
 transformers = pytest.importorskip("transformers")
 EXPERTS = SHAPE | {"num_experts_per_tok": 2}
 FULL, SLIDING = "full_attention", "sliding_attention"
+LATENT = EXPERTS | {"num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 24}
+LATENT |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 12}
 FAMILIES = {
     "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64},
     "llama": SHAPE,
@@ -36,6 +39,8 @@ FAMILIES = {
     "qwen3": SHAPE | {"head_dim": 16},
     "qwen3_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16},
     "mixtral": EXPERTS | {"num_local_experts": 4},
+    "deepseek_v3": LATENT | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT,
     "glm4_moe": EXPERTS
     | {"n_routed_experts": 4, "moe_intermediate_size": 24, "head_dim": 16, "use_qk_norm": True},
 }
@@ -438,7 +443,32 @@ CONFIGS = {
     "scaled by layer": (config(scale_attn_by_inverse_layer_idx=True), ["gpt2"], ""),
     "exact GELU": (config(activation_function="gelu"), ["gpt2"], ""),
     "another eps": (config(layer_norm_epsilon=0.01), ["gpt2"], "layer_norm_epsilon is 0.01"),
-    "biases": (config(attention_bias=True), ["llama", "qwen3"], "attention_bias is True"),
+    "biases": (
+        config(attention_bias=True),
+        ["llama", "qwen3", "deepseek_v3", "glm4_moe_lite"],
+        "attention_bias is True",
+    ),
+    "an indexer": (config(index_topk=2048), ["deepseek_v3"], "its index_topk is 2048"),
+    "small groups": (config(n_group=4), ["deepseek_v3"], "n_group = 4 needs two experts or more"),
+    "few in groups": (
+        config(num_experts_per_tok=3),
+        ["deepseek_v3"],
+        "topk_group = 1 of 2 groups leaves 2 experts, fewer than model.n_expert_used = 3",
+    ),
+    "other scores": (config(scoring_func="softmax"), ["deepseek_v3"], "scoring_func is 'softmax'"),
+    "halves": (config(rope_interleave=False), ["deepseek_v3", "glm4_moe_lite"], ""),
+    "width of what is rotated": (config(head_dim=8), ["deepseek_v3", "glm4_moe_lite"], ""),
+    "another width": (config(head_dim=4), ["glm4_moe_lite"], "head_dim is 4, .* the same, 8"),
+    "dense as in older files": (
+        config(mlp_layer_types=..., first_k_dense_replace=1),
+        ["glm4_moe_lite"],
+        "",
+    ),
+    "dense last": (
+        config(mlp_layer_types=["sparse", "dense"]),
+        ["glm4_moe_lite"],
+        "mlp_layer_types are .* first blocks are dense",
+    ),
     "all dense": (config(mlp_only_layers=[0]), ["qwen3_moe"], r"mlp_only_layers is \[0\]"),
 }
 CASES = [
@@ -447,7 +477,7 @@ CASES = [
         (way, kind)
         for way in TIED
         for kind in FAMILIES
-        if (way, kind) != ("classifier", "glm4_moe")
+        if way != "classifier" or kind not in ("glm4_moe", "glm4_moe_lite")
     ),
     *((way, kind) for way, (_, kinds, _) in CONFIGS.items() for kind in kinds),
 ]
@@ -517,6 +547,7 @@ SWEPT = {
     "qwen3": {},
     "qwen3_moe": {"moe_intermediate_size": 8},
     "mixtral": {},
+    "glm4_moe_lite": {"moe_intermediate_size": 8},
     "glm4_moe": {"hidden_size": 768, "moe_intermediate_size": 8},
 }
 TINY = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 24, "rms_norm_eps": 0.01}
@@ -524,7 +555,7 @@ SIZES = {"vocab_size", "n_embd", "n_layer", "hidden_size", "num_hidden_layers", 
 SIZES |= {"intermediate_size", "moe_intermediate_size"}
 
 
-LONG = {("qwen3_moe", "unread"), ("glm4_moe", "unread")}  # half a minute
+LONG = {(kind, "unread") for kind in ("qwen3_moe", "glm4_moe", "glm4_moe_lite")}  # half a minute
 PARTS = [part for part in product(SWEPT, ["read", "unread", "sizes"]) if part not in LONG]
 
 

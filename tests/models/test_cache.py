@@ -31,6 +31,40 @@ def test_logits_are_those_without_a_cache(name):
         logits = cache.go_on([token] * 3)
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek", "deepseek without latents of queries"])
+def test_a_cache_holds_what_attention_keeps_of_each_token(name):
+    """Of latent attention a latent and the part of a key that is rotated, and no more."""
+    model = copy.deepcopy(randomised(MODELS[name]))
+    cache, args, places = Cache(model, 24), model.args, set()
+    cache.start([[5, 9, 2], [3]])
+    for block in model.blocks.values():
+        kept = block.attn.attend.reach
+        places |= {each.untyped_storage() for each in (kept.keys, kept.values)}
+    width = 2 * args.n_kv_head * args.head_width
+    if "deepseek" in name:
+        width = args.kv_lora_rank + args.qk_rope_head_dim
+    assert model.kept_width == width
+    assert sum(each.nbytes() for each in places) == args.n_layer * 2 * 24 * width * 4
+
+
+def test_fifty_tokens_are_those_without_a_cache():
+    """The likeliest of each, after prompts of two lengths: latents are mixed as they are."""
+    model = copy.deepcopy(randomised(MODELS["deepseek"]))
+    plain = type(model)(dataclasses.replace(model.args)).eval()
+    plain.load_state_dict(model.state_dict())
+    contexts = [[5, 9, 2, 7, 1], [3, 8]]
+    cache = Cache(model, 60)
+    logits = cache.start(contexts)
+    for _ in range(50):
+        tokens = logits.argmax(dim=-1).tolist()
+        for context, token in zip(contexts, tokens):
+            with torch.no_grad():
+                expected = plain.head(plain(torch.tensor([context])))[0, -1].argmax()
+            assert token == expected
+            context.append(token)
+        logits = cache.go_on(tokens)
+
+
 class Own(CausalAttention):
     def forward(self, q, k, v, sight=None, dropout=0.0):
         return v

@@ -7,10 +7,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models import test_gpt2, test_llama, test_moe
+from tests.models import test_gpt2, test_latent, test_llama, test_moe
 from torchmars.config.model import MODELS
 from torchmars.models import family as family_of
 from torchmars.models.attention import CausalAttention
+from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 from torchmars.models.llama import Llama
@@ -19,7 +20,12 @@ VARIANTS = test_llama.VARIANTS | test_moe.VARIANTS
 SHAPES = [(GPT2, test_gpt2.ARGS)] + [
     (Llama, dataclasses.replace(test_llama.ARGS, **changes)) for changes in VARIANTS.values()
 ]
-NAMES = ["gpt2", *VARIANTS]
+# Values as wide as keys: math, which is counted here, takes narrower ones as wide.
+SHAPES += [
+    (Deepseek, dataclasses.replace(test_latent.ARGS, v_head_dim=24, **changes))
+    for changes in test_latent.VARIANTS.values()
+]
+NAMES = ["gpt2", *VARIANTS, *test_latent.VARIANTS]
 
 every_shape = pytest.mark.parametrize("family,args", SHAPES, ids=NAMES)
 
@@ -51,6 +57,7 @@ def test_tensor_parallelism_knows_every_matrix(family, args):
         assert sum(name.endswith(end) for end in family.cuts) == 1, name
     unused = {end for end in family.cuts if not any(name.endswith(end) for name in named)}
     unused -= {f"mlp{part}.{layer}" for part in ("", ".shared") for layer in ("gate", "up", "proj")}
+    unused -= {"attn.q", "attn.q_a", "attn.q_b"}  # with or without latents of queries
     assert unused <= {"output"}  # of a tied head; those before, of other blocks than there are
 
 
@@ -64,11 +71,10 @@ def test_attention_and_mlp_of_each_block_map_hidden_states_to_hidden_states(fami
     assert seen == [True] * 2 * len(model.blocks)
 
 
-class OwnValue(CausalAttention):
+def itself(q, k, v, mix):
     """Lets each token attend to itself only."""
-
-    def forward(self, q, k, v, sight=None, dropout=0.0):
-        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    tokens = zip(*(part.split(1, dim=2) for part in (q, k, v)))
+    return torch.cat([mix(*token) for token in tokens], dim=2)
 
 
 @every_shape
@@ -79,8 +85,8 @@ def test_tokens_see_each_other_through_attend_only(family, args):
     other = torch.cat([(tokens[:, :12] + 1) % 64, tokens[:, 12:]], dim=1)
     assert not torch.equal(model(tokens)[:, 12:], model(other)[:, 12:])
     for block in model.blocks.values():
-        assert type(block.attn.attend) is CausalAttention
-        block.set_submodule("attn.attend", OwnValue())
+        assert isinstance(block.attn.attend, CausalAttention)
+        block.attn.attend.reach = itself
     # A product's last bits depend on how many rows it has: on what other tokens choose.
     bound = 1e-5 if getattr(args, "n_expert", 0) else 0
     torch.testing.assert_close(model(tokens)[:, 12:], model(other)[:, 12:], rtol=bound, atol=bound)

@@ -118,7 +118,7 @@ def test_flops_count_the_tokens_of_a_window():
             {"rope_scaling": "dynamic", "rope_original_len": ARGS.seq_len - 1},
             "longer than model.rope_original_len",
         ),
-        ({"rope_beta_fast": 1.0}, "must be more than model.rope_beta_slow"),
+        ({"rope_beta_fast": 0.5}, "must be at least model.rope_beta_slow"),
     ],
 )
 def test_what_cannot_be_built_is_one_line(changes, message):

@@ -45,6 +45,12 @@ def test_losses_and_choices_are_those_of_one_rank(tmp_path, cases):
 
 
 @FULL
+def test_so_they_are_with_groups_of_experts_and_latent_attention(tmp_path):
+    cases = [*THREE, *MORE, ("CP 2 Ulysses", ""), ("FSDP 2 x TP 2, EP 4", "")]
+    check(tmp_path, "DeepSeek", "mars-m", cases, layers=3, steps=10)
+
+
+@FULL
 def test_both_gradients_of_a_batch_have_one_loss(tmp_path):
     cases = [("FSDP 2", "full"), ("CP 2, EP 2", "selective"), ("PP 2", "microbatches of 4")]
     # On one rank with other microbatches norms are up to 2e-5 apart here, each for one step.

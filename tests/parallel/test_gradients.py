@@ -9,12 +9,22 @@ from tests.support.layouts import LAYOUTS, LAYOUTS_WITH_EXPERTS
 # Each technique with a model in which it has most to get wrong: GPT-2 has a tied table and fused
 # projections, Llama an own head, grouped queries and norms of heads.
 QUICK = [
+    ("deepseek", "TP 2 x CP 2 Ulysses"),
     ("llama", "FSDP 2 x TP 2"),
     ("moe", "FSDP 4, EP 2"),
     ("gpt2", "PP 2"),
     ("own mixture", "TP 2, EP 2"),
 ]
 MORE = [
+    *(
+        (name, layout)
+        for name in ("deepseek", "deepseek without latents of queries")
+        for layout in ("FSDP 2 x TP 2", "TP 2 x CP 2", "PP 2 InterleavedZeroBubble")
+    ),
+    ("deepseek", "HSDP 2x2"),
+    ("deepseek", "FSDP 4, EP 2"),
+    ("deepseek", "TP 2, EP 2"),
+    ("deepseek", "CP 2, EP 2"),
     ("llama", "PP 2 InterleavedZeroBubble"),
     ("glm", "TP 2, EP 2"),
     ("own mixture", "TP 2"),
@@ -48,6 +58,8 @@ APART = [
     ("gpt2", "TP 2"),
     ("gpt2", "CP 2 Ulysses"),
     ("llama", "PP 2"),
+    ("deepseek", "CP 2"),
+    ("deepseek", "TP 2 x CP 2 Ulysses"),
 ]
 
 
@@ -62,5 +74,5 @@ def test_gradients_are_those_of_each_document_alone(cases):
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_on_every_layout(name, apart):
-    layouts = LAYOUTS_WITH_EXPERTS if name in ("moe", "glm") else LAYOUTS
+    layouts = LAYOUTS_WITH_EXPERTS if name in ("moe", "glm", "deepseek") else LAYOUTS
     check_layouts([(name, layout) for layout in layouts], apart)

@@ -34,7 +34,7 @@ def test_losses_are_those_of_one_rank(tmp_path):
 
 @FULL
 def test_losses_of_layouts_of_two_kinds_are_those_of_one_rank(tmp_path):
-    cases = [("Llama", "mars-m"), ("GPT-2", "mars-adamw, exact")]
+    cases = [("Llama", "mars-m"), ("DeepSeek", "mars-m"), ("GPT-2", "mars-adamw, exact")]
     check(tmp_path, cases, ["TP 2 x CP 2", "PP 2 x FSDP 2"], steps=10)
 
 
@@ -54,6 +54,13 @@ def test_losses_of_rules_are_those_of_one_rank(tmp_path, rules, layouts, microba
     check(tmp_path, cases, layouts, steps=10, microbatch_size=microbatch_size)
     last = [losses(run_tables(tmp_path, *case, "1 rank"))["train/loss", 10] for case in cases]
     assert len({*last}) == len(cases)  # each is another rule
+
+
+@FULL
+@pytest.mark.parametrize("model", ["DeepSeek", "DeepSeek without latents of queries"])
+def test_losses_of_latent_attention_are_those_of_one_rank(model, tmp_path):
+    layouts = ["FSDP 2", "TP 2", "CP 2", "CP 2 Ulysses", "PP 2", "TP 2 x CP 2 Ulysses"]
+    check(tmp_path, [(model, "mars-m")], layouts, steps=10)
 
 
 def test_losses_of_a_model_with_a_base_are_those_of_one_rank(tmp_path):

@@ -1,13 +1,18 @@
 """What a rank sends to experts and back: in a plan, in a run, and by the formula."""
 
+from collections import Counter
+from itertools import product
+
 import pytest
 import torch.distributed as dist
 
 from tests.support.even_routing import MIXTURE, route_evenly
-from tests.support.full import full_but
+from tests.support.full import FULL, full_but
+from tests.support.gradients import model_on, training_on
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, write_text
 from torchmars.cluster import connection
+from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
 from torchmars.config.load import config_from_tables
 from torchmars.planning.plan import plan_rank
 from torchmars.planning.traffic import TrafficCounter
@@ -36,6 +41,41 @@ def counted_and_planned(tables):
     dist.destroy_process_group()
     plan = plan_rank(config, size, 0, rank)
     return all_to_alls(traffic), all_to_alls(plan.simulation.traffic)
+
+
+def waited_for(*cases):
+    """The bytes that layers of this rank wait for in the passes of each model, by operation."""
+    found = []
+    for name, settings in cases:
+        parallelism, training = ParallelismConfig(**settings), training_on(2)
+        _, model, batch = model_on(name, parallelism, training, ActivationCheckpointConfig())
+        with TrafficCounter() as traffic:
+            model.backward(batch)
+        found.append(Counter())
+        for kind, size in traffic.waited.items():
+            found[-1][kind.operation] += size
+    return found
+
+
+@FULL
+def test_latents_travel_instead_of_keys_and_of_hidden_states():
+    """Each of 2 ranks sends half of what is whole: 8 windows of 24 tokens in float32, 4 blocks."""
+    half, width, kept, key, value, heads = 8 * 24 * 4 // 2, 64, 32 + 8, 16 + 8, 12, 8
+    models = {"deepseek": 24, "deepseek without latents of queries": width}
+    layouts = [{"cp": 2}, {"cp": 2, "cp_method": "ulysses"}, {"tp": 2}]
+    for found in run_ranks(waited_for, 2, *product(models, layouts)):
+        for (name, layout), sent in zip(product(models, layouts), found):
+            if "cp" in layout:
+                # Latents in the forward pass, their gradients in the backward pass.
+                assert sent["all-gather"] == sent["reduce-scatter"] == 4 * kept * half
+                # Of half the tokens, queries and mixed values there and back.
+                exchanged = 2 * heads * (key + value) * half // 2
+                assert sent["all-to-all"] == ("cp_method" in layout) * 4 * exchanged
+            else:
+                # What attention and MLP of a block are made from, and what the head is; then the
+                # gradients of their outputs, and of the token table's.
+                forward = 4 * (models[name] + kept + width) + width
+                assert sent["all-gather"] == (forward + 9 * width) * half
 
 
 CASES = [(2, {}, "none"), (2, {}, "full"), (2, {}, "selective"), (4, {"pp": 2}, "none")]

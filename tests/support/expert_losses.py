@@ -20,10 +20,15 @@ MODELS: dict[str, dict] = {
     | {"n_inner": 96, "n_dense": 1, "n_expert_shared": 1, "router": "sigmoid"}
     | {"routed_scaling": 2.5, "rotary_fraction": 0.5, "qkv_bias": True},
 }
+LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+MODELS["DeepSeek"] = SHAPE | LATENT | {"name": "deepseek", "n_inner": 96, "v_head_dim": 12}
+MODELS["DeepSeek"] |= {"n_dense": 1, "n_group": 4, "topk_group": 2}
+del MODELS["DeepSeek"]["n_kv_head"]
 # What keeps their experts busy.
 LOSSES: dict[str, dict] = {
     "Qwen3-MoE": {"balance_loss": 1e-2, "router_z_loss": 1e-3},
     "GLM-4.5": {"balance_rate": 1e-3},
+    "DeepSeek": {"balance_rate": 1e-3},
 }
 # Settings that change how a step is computed and not what, by a name that may follow a layout's.
 VARIANTS: dict[str, dict] = {

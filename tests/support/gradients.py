@@ -10,12 +10,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.models.test_gpt2 import ARGS
+from tests.models.test_latent import ARGS as LATENT
+from tests.models.test_latent import DENSE
 from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_moe import EXPERTS, GLM
 from tests.support.layouts import LAYOUTS_WITH_EXPERTS, by_ranks
 from tests.support.own_mixture import OwnMixtures
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
+from torchmars.models.deepseek import Deepseek
 from torchmars.models.documents import document_starts
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
@@ -27,13 +30,18 @@ from torchmars.parallel.parallel_model import ParallelModel
 WINDOWS = torch.randint(64, (8, 25), generator=torch.Generator().manual_seed(0))
 END = 7  # where documents are kept apart, it begins one
 WINDOWS[torch.rand(8, 25, generator=torch.Generator().manual_seed(1)) < 0.15] = END
-WIDE = dataclasses.replace(LLAMA, n_layer=4, n_head=8, n_kv_head=4, qk_norm=True)
+WIDER = {"n_layer": 4, "n_head": 8, "n_embd": 64}
+WIDE = dataclasses.replace(LLAMA, **WIDER, n_kv_head=4, qk_norm=True)
 MODELS = {
     "gpt2": lambda: GPT2(dataclasses.replace(ARGS, n_layer=4)),
     "llama": lambda: Llama(dataclasses.replace(WIDE, qkv_bias=True)),
     "moe": lambda: Llama(dataclasses.replace(WIDE, **EXPERTS)),
     "glm": lambda: Llama(dataclasses.replace(WIDE, **EXPERTS, **GLM)),
     "own mixture": lambda: OwnMixtures(WIDE),
+    "deepseek": lambda: Deepseek(dataclasses.replace(LATENT, **WIDER)),
+    "deepseek without latents of queries": lambda: Deepseek(
+        dataclasses.replace(LATENT, **WIDER | DENSE, q_lora_rank=0)
+    ),
 }
 
 

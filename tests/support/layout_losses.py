@@ -17,6 +17,25 @@ MODELS: dict[str, dict] = {
         "n_inner": 96,
     },
 }
+MODELS["DeepSeek"] = {
+    "name": "deepseek",
+    "n_layer": 4,
+    "n_head": 8,
+    "n_embd": 64,
+    "n_inner": 96,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    # Without experts: near ties of a router hide nothing.
+    "n_expert": 0,
+    "n_dense": 0,
+    "n_expert_shared": 0,
+    "routed_scaling": 1.0,
+    "router": "softmax",
+}
+MODELS["DeepSeek without latents of queries"] = MODELS["DeepSeek"] | {"q_lora_rank": 0}
 # Of 3 times the width and 5 times the depth of a base, whose heads of keys are as many.
 SHAPE = {"n_layer": 5, "n_head": 12, "n_kv_head": 4, "n_embd": 48, "n_inner": 72}
 MODELS["Llama of a base"] = {"name": "llama"} | SHAPE

@@ -71,6 +71,11 @@ class DecoderArgs(ModelArgs):
         return self.n_expert_inner or self.n_inner
 
     @property
+    def groups(self) -> tuple[int, int]:
+        """How many groups of experts there are, and how many of them a token chooses."""
+        return 1, 1
+
+    @property
     def original_len(self) -> int:
         """Tokens before the stretching of rotary positions."""
         return self.rope_original_len or LLAMA3_CONTEXT
@@ -88,9 +93,9 @@ class DecoderArgs(ModelArgs):
                 f'{self.rope_original_len}, past which model.rope_scaling = "dynamic" would depend '
                 'on the batch: lower training.seq_len, or choose "yarn"'
             )
-        if self.rope_beta_fast <= self.rope_beta_slow:
+        if self.rope_beta_fast < self.rope_beta_slow:
             raise UserError(
-                f"model.rope_beta_fast = {self.rope_beta_fast:g} must be more than "
+                f"model.rope_beta_fast = {self.rope_beta_fast:g} must be at least "
                 f"model.rope_beta_slow = {self.rope_beta_slow:g}"
             )
 

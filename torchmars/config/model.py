@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+from torchmars.config.deepseek import DeepseekArgs
 from torchmars.config.fields import Mark, require, with_settings
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.llama import LlamaArgs
@@ -19,9 +20,17 @@ from torchmars.core.synonyms import spelled_plainly
 A = TypeVar("A", bound=ModelArgs)
 
 # Where the class of each family is, a `models.Model`: named, since its module imports torch.
-MODELS = {"gpt2": "torchmars.models.gpt2.GPT2", "llama": "torchmars.models.llama.Llama"}
+MODELS = {
+    "gpt2": "torchmars.models.gpt2.GPT2",
+    "llama": "torchmars.models.llama.Llama",
+    "deepseek": "torchmars.models.deepseek.Deepseek",
+}
 # What these classes have as `settings`.
-OWN: dict[str, type[ModelArgs]] = {"gpt2": GPT2Args, "llama": LlamaArgs}
+OWN: dict[str, type[ModelArgs]] = {
+    "gpt2": GPT2Args,
+    "llama": LlamaArgs,
+    "deepseek": DeepseekArgs,
+}
 INSTEAD = ", instead of the named size's"
 VOCABULARY_MULTIPLE = 64  # rows of the token table: matrix units like whole tiles
 
@@ -63,12 +72,14 @@ class ModelConfig:
 
     name: Annotated[str, FamilyName(MODELS), Mark.IDENTITY] = "gpt2"
     """Model family. llama: also Mistral, Ministral, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, Mixtral and
-    GLM-4.5."""
+    GLM-4.5. deepseek: models with latent attention, DeepSeek-V3, Moonlight, Kimi K2 and
+    GLM-4.7-Flash."""
     size: Annotated[str, Mark.IDENTITY] = "nano"
     """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).
     llama: nano (3M, for CPUs), 160m, the sizes of Llama 3 (1b, 3b, 8b, 70b, 405b) and of Qwen3
     (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b); mixtures of experts are moe-nano and glm-nano (for
-    CPUs), qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, mixtral-8x22b, glm-4.5-air and glm-4.5."""
+    CPUs), qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, mixtral-8x22b, glm-4.5-air and glm-4.5.
+    deepseek: nano (4M, for CPUs), moonlight-16b-a3b, glm-4.7-flash, deepseek-v3 and kimi-k2."""
     vocab_size: Annotated[Annotated[int, Range(1, 10_000_000)] | None, Mark.IDENTITY] = None
     """Rows of the token table. Default: the tokenizer's vocabulary, rounded up to a multiple of
     64."""

@@ -25,6 +25,7 @@ from torchmars.exchange.tokenizer_files import (
 from torchmars.exchange.weight_files import write_weights
 from torchmars.exchange.weights import CONFIG, FILE_BYTES, write_weight_files
 from torchmars.models import Model
+from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama
 
@@ -56,7 +57,7 @@ def folded(model: Model, name: str, weight: Tensor) -> Tensor:
     Raises `UserError` for a plugin's model, of which nobody knows what it multiplies where.
     """
     factors, part = model.args.multipliers, name.removesuffix(".weight").removesuffix(".bias")
-    if factors != Multipliers() and type(model) not in (GPT2, Llama):
+    if factors != Multipliers() and type(model) not in (GPT2, Llama, Deepseek):
         raise UserError(
             f"a {type(model).__name__} that multiplies ({factors}) cannot be exported without: "
             "take the run as it is (torchmars.load, checkpoint.init_from)"
@@ -69,7 +70,7 @@ def folded(model: Model, name: str, weight: Tensor) -> Tensor:
         weight *= factors.residual
     elif part.endswith(".attn.qkv"):
         weight[: len(weight) // 3] *= factors.attention
-    elif part.endswith(queries):
+    elif part.endswith((queries, ".attn.q_b")):
         weight *= factors.attention
     return weight
 

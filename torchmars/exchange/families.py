@@ -119,6 +119,56 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
     },
 }
+_DEEPSEEK = {name: value for name, value in _LLAMA.items() if name != "num_key_value_heads"}
+DEFAULTS["deepseek_v3"] = _DEEPSEEK | {
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "head_dim": 64,  # of the part that is rotated: not read
+    "max_position_embeddings": 4096,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "n_group": 8,
+    "topk_group": 4,
+}
+DEFAULTS["glm4_moe_lite"] = {
+    name: value
+    for name, value in DEFAULTS["deepseek_v3"].items()
+    if name not in ("head_dim", "first_k_dense_replace")
+} | {
+    "vocab_size": 154_880,
+    "hidden_size": 2048,
+    "intermediate_size": 10_240,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "max_position_embeddings": 202_752,
+    "rms_norm_eps": 1e-5,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "mlp_layer_types": None,  # the first is dense, where first_k_dense_replace does not say more
+}
+# Kinds that transformers does not know, whose files are as those of another.
+READ_AS = {"kimi_k2": "deepseek_v3"}
 # The keys there of our settings, in the order of config.json, by its model_type.
 _SHAPE = {
     "n_layer": "num_hidden_layers",
@@ -166,6 +216,23 @@ KEYS: dict[str, dict[str, str]] = {
         "qkv_bias": "attention_bias",
     },
 }
+_LATENT = {
+    name: theirs for name, theirs in _MIXTURE.items() if name not in ("n_kv_head", "head_dim")
+} | {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "rope_interleave": "rope_interleave",
+    "n_expert": "n_routed_experts",
+    "n_expert_shared": "n_shared_experts",
+    "routed_scaling": "routed_scaling_factor",
+    "n_group": "n_group",
+    "topk_group": "topk_group",
+}
+KEYS["deepseek_v3"] = _LATENT | {"n_dense": "first_k_dense_replace"}
+KEYS["glm4_moe_lite"] = _LATENT
 # The names of the models, by their model_type.
 TITLES = {
     "gpt2": "GPT-2",
@@ -178,6 +245,8 @@ TITLES = {
     "qwen3_moe": "Qwen3-MoE",
     "mixtral": "Mixtral",
     "glm4_moe": "GLM-4.5",
+    "deepseek_v3": "DeepSeek-V3",
+    "glm4_moe_lite": "GLM-4.7-Flash",
 }
 *_FIRST, _LAST = TITLES.values()
 IN_WORDS = f"{', '.join(_FIRST)} and {_LAST}"
@@ -193,4 +262,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "qwen3_moe": {name: "num_local_experts" for name in _EXPERTS},
     "mixtral": {name: "num_local_experts" for name in _EXPERTS},
     "glm4_moe": {name: "n_routed_experts" for name in _EXPERTS},
+    "deepseek_v3": {name: "n_routed_experts" for name in _EXPERTS},
+    "glm4_moe_lite": {name: "n_routed_experts" for name in _EXPERTS}
+    | {"head_dim": "qk_rope_head_dim"},
 }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchmars.core.errors import UserError
-from torchmars.exchange.families import ALIASES, DEFAULTS, KEYS
+from torchmars.exchange.families import ALIASES, DEFAULTS, KEYS, READ_AS
 from torchmars.exchange.patterns import patterns_of
 from torchmars.exchange.rope import rope_of, rope_table
 from torchmars.exchange.to_config import GPT2_ACTIVATIONS
@@ -18,9 +18,16 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     that our families do not cover.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in DEFAULTS:
+    kind = READ_AS.get(kind, kind) if isinstance(kind, str) else None
+    if config.get("index_topk") is not None:
         raise UserError(
-            f"its model_type is {kind!r}: models of {', '.join(DEFAULTS)} can be imported"
+            f"its index_topk is {config['index_topk']!r}: attention by an indexer, which lets a "
+            "token see some of those before it, is not here"
+        )
+    if kind not in DEFAULTS:
+        raise UserError(
+            f"its model_type is {config.get('model_type')!r}: models of "
+            f"{', '.join([*DEFAULTS, *READ_AS])} can be imported"
         )
     if config.get("quantization_config") is not None:
         raise UserError(
@@ -39,13 +46,14 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
             "leave the key out"
         )
     try:
-        return READERS.get(kind, from_llama)(with_defaults(kind, config))
+        return READERS.get(kind, from_llama)(with_defaults({**config, "model_type": kind}))
     except KeyError as error:
         raise UserError(f"its config.json lacks {error}") from None
 
 
-def with_defaults(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json with each key that is read, each under one name. Raises `UserError`."""
+    kind = config["model_type"]
     whole = {**DEFAULTS[kind], **config}
     given = dict(config)
     for other, name in ALIASES.get(kind, {}).items():
@@ -61,7 +69,7 @@ def with_defaults(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def left_to_class(config: Mapping[str, Any]) -> list[str]:
     """Return the sizes that a config.json leaves to the defaults of its class."""
-    kind = config["model_type"]
+    kind = READ_AS.get(config["model_type"], config["model_type"])
     given = {*config, *(ALIASES.get(kind, {}).get(name) for name in config)}
     return [
         name for name, value in DEFAULTS[kind].items() if type(value) is int and name not in given
@@ -142,11 +150,60 @@ def from_glm(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def from_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
+    require_all(
+        config,
+        hidden_act=["silu", "swish"],
+        attention_bias=[False],
+        tie_word_embeddings=[False, True],
+        rope_interleave=[False, True],
+        norm_topk_prob=[False, True],
+        # Those of the remote code in published folders.
+        moe_layer_freq=[1],
+        scoring_func=["sigmoid"],
+        topk_method=["noaux_tc"],
+    )
+    # Null, there are none of them.
+    given = {"q_lora_rank": 0} if config["q_lora_rank"] is None else {}
+    found = {
+        "name": "deepseek",
+        "router": "sigmoid",
+        "tied": config["tie_word_embeddings"],
+        **rope_of(config),
+        **shape_of({**config, **given}),
+    }
+    table = rope_table(config)
+    if found["rope_scaling_factor"] != 1 and table.get("mscale_all_dim"):
+        found["rope_logit_factor"] = number(table, "mscale_all_dim")
+    if config["model_type"] == "glm4_moe_lite":
+        found["n_dense"] = dense_blocks(config)
+    if found["n_dense"] >= found["n_layer"]:  # there are no experts
+        none = {"n_expert": 0, "n_dense": 0, "n_expert_shared": 0, "routed_scaling": 1.0}
+        return found | none | {"n_group": 1, "topk_group": 1, "router": "softmax"}
+    return found
+
+
+def dense_blocks(config: Mapping[str, Any]) -> int:
+    """Return how many first blocks of a GLM-4.7-Flash are dense. Raises `UserError`."""
+    types, layers = config["mlp_layer_types"], whole_number(config, "num_hidden_layers")
+    if types is None:  # files of transformers 4 say it so
+        return whole_number({"first_k_dense_replace": 1, **config}, "first_k_dense_replace", 0)
+    dense = types.count("dense") if isinstance(types, list) else 0
+    if types != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise UserError(
+            f"its mlp_layer_types are {types!r}: only models whose first blocks are dense, and all "
+            "others sparse, can be imported"
+        )
+    return dense
+
+
 READERS = {
     "gpt2": from_gpt2,
     "qwen3_moe": from_qwen3_moe,
     "mixtral": from_mixtral,
     "glm4_moe": from_glm,
+    "deepseek_v3": from_deepseek,
+    "glm4_moe_lite": from_deepseek,
 }
 
 
@@ -161,5 +218,6 @@ def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(default, float):
             found[ours] = number(config, theirs)
         else:
-            found[ours] = whole_number(config, theirs, least=0 if ours == "n_dense" else 1)
+            least = 0 if ours in ("n_dense", "q_lora_rank") else 1
+            found[ours] = whole_number(config, theirs, least)
     return found

@@ -33,7 +33,10 @@ LLAMA_NAMES = {
     "attn": "self_attn",
     "mlp.proj": "mlp.down_proj",
     "proj": "o_proj",
-    **{name: f"{name}_proj" for name in ("q", "k", "v", "gate", "up")},
+    **{name: f"{name}_proj" for name in ("q", "k", "v", "gate", "up", "q_a", "q_b", "kv_b")},
+    "kv_a": "kv_a_proj_with_mqa",
+    "q_a_norm": "q_a_layernorm",
+    "kv_a_norm": "kv_a_layernorm",
 }
 # Ends of a mixture's names. "*" stands for the number of an expert.
 QWEN3_MOE_NAMES = {
@@ -117,7 +120,7 @@ def mixture_counterparts(model: Llama, fused: bool) -> dict[str, Counterpart]:
 
 
 def mixture_kind(args: LlamaArgs) -> str:
-    """Return transformers' name for the kind of a model with experts."""
+    """Return transformers' name for the kind of a model with experts. DeepSeek-V3 has GLM-4.5's."""
     if args.router == "sigmoid":
         return "glm4_moe"
     return "qwen3_moe" if args.qk_norm else "mixtral"
@@ -134,10 +137,11 @@ def base_of(model: Model) -> str:
 def left_out(model: Model) -> tuple[str, ...]:
     """Return prefixes of tensors there that `model` has no use for.
 
-    GLM-4.5 is published with one more layer, which predicts the token after the next one.
+    GLM-4.5 and DeepSeek-V3 are published with one more layer, which predicts the token after the
+    next one.
     """
-    glm = isinstance(model, Llama) and model.args.router == "sigmoid"
-    return (f"model.layers.{model.n_layer}.",) if glm else ()
+    more = isinstance(model, Llama) and model.args.router == "sigmoid"
+    return (f"model.layers.{model.n_layer}.",) if more else ()
 
 
 def with_their_parameters(model: Model) -> Model:

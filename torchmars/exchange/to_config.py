@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torchmars.config.decoder import DecoderArgs
+from torchmars.config.deepseek import DeepseekArgs
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.llama import LlamaArgs
 from torchmars.core.errors import UserError
@@ -9,6 +11,7 @@ from torchmars.exchange.families import KEYS
 from torchmars.exchange.names import mixture_kind
 from torchmars.exchange.patterns import check_patterns, pattern_config
 from torchmars.exchange.rope import rope_config
+from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama
 from torchmars.models.model import Model
@@ -45,6 +48,8 @@ def to_config(model: Model) -> dict[str, Any]:
         return gpt2_config(model)
     if type(model) is Llama:
         return llama_config(model.args)
+    if type(model) is Deepseek:
+        return deepseek_config(model.args)
     raise UserError(
         f"transformers has no {type(model).__name__}: export it to a file that ends in .safetensors"
     )
@@ -141,9 +146,41 @@ def mixture_config(args: LlamaArgs) -> dict[str, Any]:
     }
 
 
-def keys_of(kind: str, args: GPT2Args | LlamaArgs) -> dict[str, Any]:
+def deepseek_config(args: DeepseekArgs) -> dict[str, Any]:
+    if args.n_expert and not (args.n_expert_shared and args.router == "sigmoid"):
+        raise UserError(
+            'DeepSeek-V3 has model.router = "sigmoid" and model.n_expert_shared: such weights can '
+            "only be written with --to safetensors"
+        )
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **keys_of("deepseek_v3", args),
+        "q_lora_rank": args.q_lora_rank or None,
+        "num_key_value_heads": args.n_head,  # where there are fewer, transformers repeats heads
+        **rope_config(args),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": args.tied,
+        "num_nextn_predict_layers": 0,
+    }
+    if not args.n_expert:
+        # All blocks are dense, and the rest describes experts that no block has.
+        config |= {"first_k_dense_replace": args.n_layer, "n_shared_experts": 1}
+        config |= {"n_routed_experts": args.n_expert_used}
+    if args.rope_logit_factor and "rope_scaling" in config:
+        table = {"mscale_all_dim": args.rope_logit_factor}
+        if args.rope_attention_factor == 1:  # as other programs want it said
+            table["mscale"] = args.rope_logit_factor
+        config["rope_scaling"] |= table
+    return config
+
+
+def keys_of(kind: str, args: GPT2Args | DecoderArgs) -> dict[str, Any]:
     """Return the settings that have a key there, by it."""
     ours = vars(args)
+    if isinstance(args, DecoderArgs):
+        ours = ours | {"n_expert_inner": args.expert_width}
     if isinstance(args, LlamaArgs):
-        ours = ours | {"head_dim": args.head_width, "n_expert_inner": args.expert_width}
+        ours = ours | {"head_dim": args.head_width}
     return {theirs: ours[name] for name, theirs in KEYS[kind].items()}

@@ -7,7 +7,7 @@ matter, its `reach`: context parallelism and the cache of a sampler replace that
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ from torchmars.models.documents import bounds, document_numbers
 
 # Makes mixed values [batch, heads, queries, width of a value] of queries [batch, heads, queries,
 # width], keys [batch, heads or fewer, keys, width] and values [..., width of a value]. The queries
-# are those of the last tokens.
-Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+# are those of the last tokens. Where all heads share one of keys that `mix` makes theirs from,
+# `first` says which heads the queries are of.
+Mix = Callable[..., Tensor]
 # Queries of a block of `window_blocks` at least: smaller ones would be many small products.
 LEAST_BLOCK = 64
 # Hands queries, and the keys and values that they may see, to a `Mix`.
@@ -110,15 +111,22 @@ class CausalAttention(nn.Module):
         """Whether masks are made. Planning goes without where a GPU's kernel does."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sight: Sight | None = None, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sight: Sight | None = None,
+        dropout: float = 0.0,
+        **more: Any,
     ) -> Tensor:
         """Return the mixed values [batch, heads, length, width of a value].
 
         `q` and `k` are [batch, heads, length, width]; `v` may have another width. `k` and `v` may
         have fewer heads, each for several of `q` (grouped-query attention, Ainslie et al. 2023,
-        arXiv 2305.13245). Without `sight` tokens see all before them.
+        arXiv 2305.13245). Without `sight` tokens see all before them. What a class that derives
+        from this one needs `more` to mix goes to its `mix`.
         """
-        return self.reach(q, k, v, partial(self.mix, sight=sight, dropout=dropout))
+        return self.reach(q, k, v, partial(self.mix, sight=sight, dropout=dropout, **more))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight | None, dropout: float) -> Tensor:
         """Return the mixed values of queries, which belong to the last of the tokens."""

@@ -14,11 +14,12 @@ Qwen3; Jiang et al. 2023 and 2024 (arXiv 2310.06825, 2401.04088) for Mistral and
 Team 2025 (arXiv 2508.06471).
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchmars.config.decoder import DecoderArgs
 from torchmars.config.llama import LlamaArgs
 from torchmars.config.model_args import Multipliers
 from torchmars.core.words import counted
@@ -73,7 +74,7 @@ class MLP(nn.Module):
         return projected
 
 
-def make_mlp(args: LlamaArgs, number: int) -> MLP | MoE:
+def make_mlp(args: DecoderArgs, number: int) -> MLP | MoE:
     """Return the second half of block `number`: an MLP, or experts."""
     if not args.n_expert or number < args.n_dense:
         return MLP(args.n_embd, args.n_inner)
@@ -87,19 +88,20 @@ def make_mlp(args: LlamaArgs, number: int) -> MLP | MoE:
         args.router == "sigmoid",
         args.routed_scaling,
         MLP(args.n_embd, shared * inner) if shared else None,
+        args.groups,
     )
 
 
 class Block(nn.Module):
     """Attention, then MLP, each on a normalised copy of the residual stream."""
 
-    def __init__(self, args: LlamaArgs, number: int) -> None:
+    def __init__(self, args: DecoderArgs, attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.residual = args.multipliers.residual
         self.attn_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
-        self.attn = Attention(args, number)
+        self.attn = attn
         self.mlp_norm = nn.RMSNorm(args.n_embd, args.norm_eps)
-        self.mlp = make_mlp(args, number)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sight: Sight | None) -> Tensor:
         x = added(x, self.attn(self.attn_norm(x), cos, sin, sight), self.residual)
@@ -109,7 +111,7 @@ class Block(nn.Module):
 class Llama(Model):
     """A model of the Llama family."""
 
-    settings = LlamaArgs
+    settings: ClassVar[type[DecoderArgs]] = LlamaArgs
     multipliers: ClassVar[tuple[str, ...]] = Multipliers._fields
     inputs: ClassVar[tuple[str, ...]] = ("tok_embed",)
     cuts: ClassVar[dict[str, TensorParallelCut]] = {
@@ -127,16 +129,22 @@ class Llama(Model):
         "output": "rows",
     }
 
-    def __init__(self, args: LlamaArgs) -> None:
+    def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.n_layer, self.width, self.head_width = args.n_layer, args.n_embd, args.head_width
         self.heads, self.experts = (args.n_head, args.n_kv_head), args.n_expert
         self.tok_embed = Table(args.vocab_size, args.n_embd)
-        blocks = {str(number): Block(args, number) for number in range(args.n_layer)}
-        self.blocks = nn.ModuleDict(blocks)
+        self.blocks = nn.ModuleDict()
+        for number in range(args.n_layer):
+            attn, mlp = self.make_attention(number), make_mlp(args, number)
+            self.blocks[str(number)] = Block(args, attn, mlp)
         self.norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         own = not args.tied
         self.output = Head(args.n_embd, args.vocab_size) if own else None
+
+    def make_attention(self, number: int) -> nn.Module:
+        """Return the first half of block `number`."""
+        return Attention(self.args, number)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.tok_embed(tokens)
@@ -168,6 +176,10 @@ class Llama(Model):
         window = f"window {args.window} in blocks {args.window_blocks}, " if args.window else ""
         return (
             f"{counted(args.n_layer, 'layer')}, {counted(args.n_head, 'head')} "
-            f"({args.n_kv_head} of keys and values), width {args.n_embd} ({mlp}), {window}"
+            f"({self.describe_keys()}), width {args.n_embd} ({mlp}), {window}"
             f"vocabulary {args.vocab_size}"
         )
+
+    def describe_keys(self) -> str:
+        """Return in words what keys and values are made of."""
+        return f"{self.args.n_kv_head} of keys and values"

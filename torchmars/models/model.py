@@ -17,8 +17,11 @@ from torchmars.models.moe import MoE
 # How tensor parallelism cuts a layer's weight [out, in]: by rows, by columns, or, for token tables
 # [vocabulary, width], by tokens. "fused rows": by rows within each of the three equal parts of a
 # fused query, key and value projection. "positions": every rank has all of it, for its own part of
-# the positions.
-TensorParallelCut = Literal["rows", "fused rows", "columns", "tokens", "positions"]
+# the positions. "whole": so it has, for its own part of the sequences, before `attn.gather`.
+# "gathered rows": by rows, after that.
+TensorParallelCut = Literal[
+    "rows", "fused rows", "columns", "tokens", "positions", "whole", "gathered rows"
+]
 
 
 class Head(nn.Linear):
@@ -74,7 +77,8 @@ class Model(nn.Module, ABC):
     blocks: nn.ModuleDict
     """The layers that repeat, by number: units of FSDP, compilation and pipeline stages. A part
     of a model has some of them only, under the same numbers. Each has `attn` and `mlp`, modules
-    that take hidden states first and return such: tensor parallelism cuts them. `attn.attend`, a
+    that take hidden states first and return such: tensor parallelism cuts them, and gathers whole
+    sequences before them or, where `attn` has a `gather`, there. `attn.attend`, a
     `CausalAttention`, is the only way from token to token: context parallelism and `Cache` replace
     its `reach`. Layers have no other output. One may count, where it is told to
     (`parallel/balance.py`), and may add to a gradient by an autograd function, whose backward pass
@@ -212,8 +216,8 @@ class Model(nn.Module, ABC):
     def flops_per_token(self) -> int:
         """Return the FLOPs of the forward and backward pass of one token at full length.
 
-        6 per parameter that a token uses in a matrix product, and 12 H T in each block for
-        attention of total width H to T tokens. Source: Chowdhery et al. 2022, appendix B.
+        6 per parameter that a token uses in a matrix product, and in each block, for attention to T
+        tokens, 6 T times the `mixed_width`. Source: Chowdhery et al. 2022, appendix B.
         """
         tables = {f"{name}.weight" for name in self.inputs}
         if self.output is None:
@@ -224,7 +228,17 @@ class Model(nn.Module, ABC):
             if parameter.ndim > 1 and name not in tables
         )
         attended = sum(self.attended(number) for number in range(self.n_layer))
-        return 6 * matrices + 12 * self.heads[0] * self.head_width * attended
+        return 6 * matrices + 6 * self.mixed_width * attended
+
+    @property
+    def mixed_width(self) -> int:
+        """Width of a token's queries and of its mixed values, in a block."""
+        return 2 * self.heads[0] * self.head_width
+
+    @property
+    def kept_width(self) -> int:
+        """Width of what a block's attention keeps of a token, in caches and between ranks of cp."""
+        return 2 * self.heads[1] * self.head_width
 
     def attended(self, number: int) -> int:
         """Return how many tokens the last token of a full sequence attends to in a block."""

@@ -9,7 +9,8 @@
 
 Sources: Shazeer et al. 2017 (arXiv 1701.06538); Jiang et al. 2024 (arXiv 2401.04088) for Mixtral;
 Gale et al. 2022 (arXiv 2211.15841) for experts without a capacity; Wang et al. 2024 (arXiv
-2408.15664) for a bias that balances; Dai et al. 2024 (arXiv 2401.06066) for shared experts.
+2408.15664) for a bias that balances; Dai et al. 2024 (arXiv 2401.06066) for shared experts;
+DeepSeek-AI 2024 (arXiv 2412.19437) for groups of experts.
 """
 
 from collections.abc import Callable
@@ -64,9 +65,15 @@ class Router(nn.Module):
         normalize: bool,
         sigmoid: bool = False,
         scale: float = 1.0,
+        groups: tuple[int, int] = (1, 1),
     ) -> None:
-        """`normalize`: weights of a token are divided by their sum, and then times `scale`."""
+        """`normalize`: weights of a token are divided by their sum, and then times `scale`.
+
+        `groups`: how many there are, and how many a token chooses, before experts in them. They are
+        of sigmoids.
+        """
         super().__init__()
+        self.groups, self.groups_used = groups
         self.used, self.normalize, self.scale, self.local = used, normalize, scale, as_it_is
         # No nn.Linear: such layers are computed in float8 where that is asked for.
         self.weight = nn.Parameter(torch.empty(experts, width))
@@ -84,13 +91,25 @@ class Router(nn.Module):
         if self.bias is None:
             weights, chosen = scores.topk(self.used, dim=-1)
         else:
-            chosen = (scores + self.bias).topk(self.used, dim=-1).indices
+            chosen = self.in_groups(scores + self.bias).topk(self.used, dim=-1).indices
             weights = scores.gather(-1, chosen)
         if self.normalize and self.used == 1:  # a quotient's gradient would be its rounding
             weights = weights * 0 + 1
         elif self.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
         return weights * self.scale, chosen
+
+    def in_groups(self, scores: Tensor) -> Tensor:
+        """Return `scores` [tokens, experts] with -inf for experts of groups that are not chosen.
+
+        Chosen are those with the largest sums of their two best scores.
+        """
+        if self.groups == 1:
+            return scores
+        of_groups = scores.unflatten(-1, (self.groups, -1))
+        best = of_groups.topk(2, dim=-1).values.sum(dim=-1).topk(self.groups_used, dim=-1).indices
+        others = torch.ones_like(of_groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        return of_groups.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
 
     @property
     def always_weighs_the_same(self) -> bool:
@@ -138,12 +157,13 @@ class MoE(nn.Module):
         sigmoid: bool = False,
         scale: float = 1.0,
         shared: nn.Module | None = None,
+        groups: tuple[int, int] = (1, 1),
     ) -> None:
-        """`sigmoid` and `scale` are as in `Router`. All tokens pass `shared`, an MLP, too."""
+        """`sigmoid`, `scale` and `groups` are as in `Router`. All tokens pass `shared` too."""
         super().__init__()
         self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] = at_home
         """How rows get to experts. Expert parallelism replaces it."""
-        self.router = Router(width, experts, used, normalize, sigmoid, scale)
+        self.router = Router(width, experts, used, normalize, sigmoid, scale, groups)
         self.experts = Experts(width, experts, inner)
         self.shared = shared
 

@@ -63,15 +63,18 @@ def attention_factor(args: DecoderArgs) -> float:
     return args.rope_attention_factor or 0.1 * math.log(args.rope_scaling_factor) + 1
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
     """Return `heads` [batch, heads, length, head width] with each pair of dims turned.
 
     Of the first w dims, for which `cos` and `sin` have w / 2 angles, i and i + w / 2 are a pair, as
-    in transformers. The others stay. The turn is computed in float32, since an angle's cosine in
-    bfloat16 is off by up to 0.4%.
+    in transformers; or `neighbours` are, and come in the order of halves. The others stay. The turn
+    is computed in float32, since an angle's cosine in bfloat16 is off by up to 0.4%.
     """
     width = 2 * cos.shape[-1]
-    first, second = heads[..., :width].chunk(2, dim=-1)
+    if neighbours:
+        first, second = heads[..., 0:width:2], heads[..., 1:width:2]
+    else:
+        first, second = heads[..., :width].chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     turned = turned.to(heads.dtype)
     return turned if width == heads.shape[-1] else torch.cat([turned, heads[..., width:]], dim=-1)

@@ -5,6 +5,7 @@ into 2 cp chunks, and rank r has chunks r and 2 cp - 1 - r: one early and one la
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -51,14 +52,10 @@ class Gathered:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank = group, dist.get_rank(group)
-        self.ranks = dist.get_world_size(group)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:
         """Mix the values of all tokens for both chunks of queries."""
-        k, v = (
-            by_position(all_gather_tensor_autograd(part.contiguous(), 2, self.group), self.ranks)
-            for part in (k, v)
-        )
+        k, v = (whole_sequences(part, self.group) for part in (k, v))
         early, late = q.chunk(2, dim=2)
         chunk = early.shape[2]
         ends = (self.rank + 1) * chunk, k.shape[2] - self.rank * chunk
@@ -78,8 +75,17 @@ class Exchanged:
         self.group, self.ranks = group, dist.get_world_size(group)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:
-        """Mix the values of all tokens for some heads."""
-        q, k, v = (by_position(self._heads_for_sequence(part), self.ranks) for part in (q, k, v))
+        """Mix the values of all tokens for some heads.
+
+        What is one head for all queries, of which `mix` makes theirs, every rank gets whole.
+        """
+        shared = k.shape[1] == 1 < q.shape[1]
+        q = by_position(self._heads_for_sequence(q), self.ranks)
+        if shared:
+            k, v = (whole_sequences(part, self.group) for part in (k, v))
+            mix = partial(mix, first=dist.get_rank(self.group) * q.shape[1])
+        else:
+            k, v = (by_position(self._heads_for_sequence(part), self.ranks) for part in (k, v))
         mixed = by_rank(mix(q, k, v), self.ranks)
         parts = torch.stack(mixed.chunk(self.ranks, dim=2))
         return torch.cat(self._exchange(parts).unbind(), dim=1)
@@ -92,6 +98,12 @@ class Exchanged:
     def _exchange(self, parts: Tensor) -> Tensor:
         """Give part r of `parts` [ranks, ...] to rank r; return the parts from all ranks."""
         return all_to_all_single_autograd(parts, None, None, self.group)
+
+
+def whole_sequences(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return all ranks' parts of `x` [batch, heads, length, width], in order."""
+    gathered = all_gather_tensor_autograd(x.contiguous(), 2, group)
+    return by_position(gathered, dist.get_world_size(group))
 
 
 def by_position(x: Tensor, ranks: int) -> Tensor:

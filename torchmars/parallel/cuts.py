@@ -20,7 +20,7 @@ def cut_sizes(model: Model) -> dict[str, int]:
     sizes = {}
     for name, module in model.named_modules():
         cut = cut_of(name, model.cuts)
-        if cut is not None and cut != "positions":
+        if cut not in (None, "positions", "whole"):
             weight = module.get_parameter("weight")
             side, size = ("columns", weight.shape[1]) if cut == "columns" else ("rows", len(weight))
             sizes[f"{side} of {name}"] = size

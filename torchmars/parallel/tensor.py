@@ -4,17 +4,20 @@ Between layers, activations are cut along the sequence, and so are the norms' in
 Shoeybi et al. 2019 (arXiv 1909.08053); Korthikanti et al. 2022 (arXiv 2205.05198).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import (  # private, torch 2.11 to 2.13
     AsyncCollectiveTensor,
     all_to_all_single_autograd,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -51,7 +54,9 @@ def cut_layers(model: Model, mesh: DeviceMesh) -> None:
         # Each rank routes its own part of the sequences.
         mlp = routed[number].shared if number in routed else block.get_submodule("mlp")
         for branch in (block.get_submodule("attn"), mlp):
-            if branch is not None:
+            if hasattr(branch, "gather"):
+                branch.gather = partial(gathered_as_one, mesh=mesh)
+            elif branch is not None:
                 branch.register_forward_pre_hook(
                     lambda _, args: (gathered(args[0], mesh), *args[1:])
                 )
@@ -80,6 +85,8 @@ def style_of(
         "columns": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE)),
         "positions": PositionParallel(),
+        "whole": LocalParallel(Replicate(), part_of_sum),
+        "gathered rows": LocalParallel(Shard(0), own_rows),
     }
     return styles[cut]
 
@@ -88,6 +95,34 @@ def gathered(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return whole sequences from this rank's part `x` [batch, length / tp, width]."""
     part = DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False)
     return part.redistribute(placements=[Replicate()])
+
+
+def gathered_as_one(*parts: Tensor, mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    """Return whole sequences from this rank's part of each, [batch, length / tp, width].
+
+    They travel as one. Their gradients on this rank are parts of sums over the tp ranks.
+    """
+    widths = [part.shape[-1] for part in parts]
+    whole: Tensor = gathered(torch.cat(parts, dim=-1), mesh).to_local(grad_placements=[Partial()])
+    return whole.split(widths, dim=-1)
+
+
+class LocalParallel(ParallelStyle):
+    """Lets a layer compute with this rank's own tensor of its weight, which `local` returns.
+
+    What it takes and returns are no DTensors.
+    """
+
+    def __init__(self, placement: Placement, local: Callable[[Tensor], Tensor]) -> None:
+        self.placement, self.local = placement, local
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place(module, device_mesh, self.placement)
+        if isinstance(module, nn.Linear):
+            module.forward = lambda x: F.linear(x, self.local(module.weight))
+        else:
+            module.local = self.local
+        return module
 
 
 class HeadParallel(ParallelStyle):
@@ -156,6 +191,12 @@ def part_of_sum(weight: Tensor) -> Tensor:
     """Return a whole weight, whose gradient on this rank is a part of a sum over the tp ranks."""
     assert isinstance(weight, DTensor)
     return weight.to_local(grad_placements=[Partial()])
+
+
+def own_rows(weight: Tensor) -> Tensor:
+    """Return this rank's rows of a weight."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
 
 
 class Arrived(torch.autograd.Function):
