@@ -134,6 +134,9 @@ def test_a_key_that_is_left_out_has_the_default_of_its_class(kind):
     if theirs.get("use_sliding_window") is False:  # which makes it null
         theirs["sliding_window"] = type(made).sliding_window
     theirs |= {"partial_rotary_factor": 1.0} | theirs.get("rope_parameters", {})
+    if kind == "olmo3":  # a table for each type of layer
+        theirs |= theirs["rope_parameters"]["sliding_attention"]
+        given["layer_types"] = (["sliding_attention"] * 3 + ["full_attention"]) * 8
     for key, value in DEFAULTS[kind].items():
         if value is None and theirs.get(key) is not None:  # it follows from others
             assert theirs[key] == given[key], key

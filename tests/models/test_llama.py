@@ -49,6 +49,8 @@ NAMES = {
     **{name: f"{name}_proj" for name in ("q", "k", "v", "gate", "up")},
 }
 YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 8.0, "rope_original_len": 16}
+OLMO = {"qk_norm": True, "qk_norm_whole": True, "post_norms": True, "rope_theta": 5e5}
+OLMO |= {"window": 5, "window_blocks": "sf"}
 VARIANTS = {
     "llama": {},
     "llama tied": {"tied": True},
@@ -66,16 +68,25 @@ VARIANTS = {
     "ministral": {"window": 5, "window_blocks": "sf"},
     "smollm3": {"rope_blocks": "rn", "tied": True},
     "smollm3 windows": {"rope_blocks": "rn", "window": 5, "window_blocks": "fs"},
+    "olmo3": OLMO,
+    "olmo3 yarn": OLMO | YARN | {"rope_blocks": "ur"},
     "qwen2 windows": {"qkv_bias": True, "window": 7, "window_blocks": "fs"},
     "qwen2": {"qkv_bias": True, "norm_eps": 1e-6},
     "qwen3": {"qk_norm": True, "head_dim": 32, "norm_eps": 1e-6, "rope_theta": 1e6, "tied": True},
 }
 
 
-def their_name(name):
+OLMO_NAMES = {
+    "attn_norm": "post_attention_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+
+
+def their_name(name, kind=""):
     """The name that transformers' models give to a parameter."""
+    names = NAMES | (OLMO_NAMES if kind == "Olmo3" else {})
     name = name.replace("mlp.proj", NAMES["mlp.proj"])
-    return ".".join(NAMES.get(part, part) for part in name.split("."))
+    return ".".join(names.get(part, part) for part in name.split("."))
 
 
 def model_of(args, seed=0):
@@ -109,6 +120,9 @@ def reference(model, kind):
         if kind != "Mistral" and args.window is not None:
             more["layer_types"] = [types[letter] for letter in pattern[: args.n_layer]]
         more["no_rope_layers"] = [int(x == "r") for x in args.rope_blocks * args.n_layer]
+    if kind == "Olmo3":
+        plain = {"rope_type": "default", "rope_theta": args.rope_theta}
+        rope = {"full_attention": rope, "sliding_attention": plain}
     config = getattr(transformers, f"{kind}Config")(
         num_hidden_layers=args.n_layer,
         num_attention_heads=args.n_head,
@@ -126,7 +140,7 @@ def reference(model, kind):
     )
     other = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     theirs = dict(other.named_parameters())
-    ours = {their_name(name): parameter for name, parameter in model.named_parameters()}
+    ours = {their_name(name, kind): parameter for name, parameter in model.named_parameters()}
     assert theirs.keys() == ours.keys()
     with torch.no_grad():
         for name, parameter in theirs.items():
@@ -138,7 +152,8 @@ def reference(model, kind):
 def test_logits_and_gradients_equal_transformers(variant):
     model = model_of(dataclasses.replace(ARGS, **VARIANTS[variant]))
     kind = variant.split()[0]
-    other = reference(model, {"smollm3": "SmolLM3"}.get(kind, kind.capitalize()))
+    kind = {"smollm3": "SmolLM3"}.get(kind, kind.capitalize())
+    other = reference(model, kind)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(64, (2, 24), generator=generator)
     # Far from 0, where the angles of the long wavelengths matter.
@@ -154,7 +169,7 @@ def test_logits_and_gradients_equal_transformers(variant):
     (theirs * weights).mean().backward()
     gradients = {name: parameter.grad for name, parameter in other.named_parameters()}
     for name, parameter in model.named_parameters():
-        expected = gradients[their_name(name)]
+        expected = gradients[their_name(name, kind)]
         error = (parameter.grad - expected).norm() / expected.norm()
         assert error < 1e-5, name
 
@@ -174,6 +189,8 @@ def test_logits_and_gradients_equal_transformers(variant):
         ("mistral-small-24b", 131072, 23_572_403_200),
         ("ministral-8b", 131072, 8_019_808_256),
         ("smollm3-3b", 128256, 3_075_098_624),
+        ("olmo3-7b", 100288, 7_298_011_136 + 2 * 10 * 4096),  # 10 rows more than published
+        ("olmo3-32b", 100288, 32_233_522_176 + 2 * 10 * 5120),
         ("qwen3-0.6b", 151936, 596_049_920),
         ("qwen3-1.7b", 151936, 1_720_574_976),
         ("qwen3-4b", 151936, 4_022_468_096),
@@ -185,8 +202,8 @@ def test_logits_and_gradients_equal_transformers(variant):
 def test_published_sizes(size, vocabulary, parameters):
     model = build_meta_model(ModelConfig(name="llama", size=size), vocabulary, 8192)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-    assert model.args.qk_norm == size.startswith("qwen3")
-    if vocabulary == 128256:
+    assert model.args.qk_norm == size.startswith(("qwen3", "olmo3"))
+    if vocabulary == 128256 and size != "smollm3-3b":
         assert model.args.rope_scaling_factor == (32 if model.args.tied else 8)
 
 

@@ -111,7 +111,10 @@ def test_flops_count_the_tokens_of_a_window():
     [
         ({"window_blocks": "sx"}, "model.window_blocks = 'sx': write a letter for each block"),
         ({"window_blocks": ""}, "model.window_blocks = ''"),
-        ({"rope_blocks": "R"}, "model.rope_blocks = 'R': write a letter for each block, r or n"),
+        (
+            {"rope_blocks": "R"},
+            "model.rope_blocks = 'R': write a letter for each block, r, u, n",
+        ),
         ({"rope_blocks": "r" * 9}, "has 9 letters for model.n_layer ="),
         ({"rope_scaling": "yarn"}, "needs model.rope_original_len"),
         (

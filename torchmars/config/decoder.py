@@ -70,6 +70,14 @@ class DecoderArgs(ModelArgs):
         """Width within an expert."""
         return self.n_expert_inner or self.n_inner
 
+    def window_of(self, number: int) -> int | None:
+        """Return how many tokens one attends to in block `number`; None: all before it."""
+        return None
+
+    def rope_of(self, number: int) -> str:
+        """Return whether block `number` has rotary positions ("r"), unscaled ones ("u") or none."""
+        return "r"
+
     @property
     def groups(self) -> tuple[int, int]:
         """How many groups of experts there are, and how many of them a token chooses."""

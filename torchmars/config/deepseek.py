@@ -71,8 +71,6 @@ class DeepseekArgs(DecoderArgs):
         "kv_lora_rank",
     )
 
-    window: ClassVar[None] = None  # tokens see all before them
-
     q_lora_rank: Annotated[int, Range(0, 100_000)]
     """Width of the latents that queries are made from. 0: they are made from hidden states."""
     kv_lora_rank: Annotated[int, Range(1, 100_000)]
@@ -108,9 +106,6 @@ class DeepseekArgs(DecoderArgs):
     def rotary_width(self) -> int:
         """Width of the part of a head that is rotated."""
         return self.qk_rope_head_dim
-
-    def window_of(self, number: int) -> None:
-        """Return that block `number` has no window."""
 
     @property
     def groups(self) -> tuple[int, int]:

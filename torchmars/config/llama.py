@@ -47,6 +47,14 @@ def mistral(n_layer: int, n_embd: int, n_inner: int, **more: Any) -> dict[str, A
     return llama(n_layer, 32, n_embd, n_inner) | {"rope_theta": 1e6} | more
 
 
+def olmo3(n_layer: int, n_head: int, n_embd: int, n_inner: int, **more: Any) -> dict[str, Any]:
+    """Return a published size of OLMo 3."""
+    own = {"norm_eps": 1e-6, "qk_norm": True, "qk_norm_whole": True, "post_norms": True}
+    windows = {"window": 4096, "window_blocks": "sssf", "rope_blocks": "uuur"}
+    rope = {"rope_scaling": "yarn", "rope_scaling_factor": 8.0, "rope_original_len": 8192}
+    return llama(n_layer, n_head, n_embd, n_inner) | own | windows | rope | more
+
+
 SIZES = {
     "nano": llama(4, 4, 256, 704, n_kv_head=2, rope_theta=10_000.0, tied=True),
     "160m": llama(12, 12, 768, 2304, n_kv_head=4, rope_theta=10_000.0),
@@ -70,6 +78,9 @@ SIZES = {
     | {"rope_blocks": "rrrn", "window": 128, "window_blocks": "sssf"},
     "smollm3-3b": llama(36, 16, 2048, 11008, n_kv_head=4, rope_theta=5e6, norm_eps=1e-6, tied=True)
     | {"rope_blocks": "rrrn"},
+    "olmo-nano": olmo3(4, 4, 256, 704, n_kv_head=2, window=128, rope_original_len=256),
+    "olmo3-7b": olmo3(32, 32, 4096, 11008, n_kv_head=32),
+    "olmo3-32b": olmo3(64, 40, 5120, 27648),
     "moe-nano": qwen3(4, 4, 192, 512, n_kv_head=2, head_dim=48, rope_theta=10_000.0, tied=True)
     | routed(8, 2, 256),
     "qwen3-30b-a3b": qwen3(48, 32, 2048, 6144, n_kv_head=4) | routed(128, 8, 768),
@@ -107,8 +118,9 @@ class LlamaArgs(DecoderArgs):
     rotary_fraction: Annotated[float, Range(0.01, 1)] = 1.0
     """The part of each head, from its first dim, that rotary positions turn. 0.5 in GLM-4.5."""
     rope_blocks: str = "r"
-    """Which blocks have rotary positions, a letter each: r has them, n has none. "rrrn": every
-    fourth block has none, as in SmolLM3. Fewer letters than blocks are repeated."""
+    """Which blocks have rotary positions, a letter each: r has them, u has them unscaled, n has
+    none. "rrrn": every fourth block has none, as in SmolLM3. Fewer letters than blocks are
+    repeated."""
     window: Annotated[int, Range(1, 100_000_000)] | None = None
     """Tokens that a token attends to in the blocks of window_blocks: itself and those before it.
     Default: all."""
@@ -118,6 +130,10 @@ class LlamaArgs(DecoderArgs):
 
     qk_norm: bool = False
     """Normalise each head's query and key, as Qwen3 does."""
+    qk_norm_whole: bool = False
+    """Let qk_norm normalise all heads of a token at once, as OLMo 3 does."""
+    post_norms: bool = False
+    """Normalise what attention and MLP return, not what they take, as OLMo 3 does."""
     qkv_bias: bool = False
     """Biases of queries, keys and values, as in Qwen2."""
 
@@ -131,12 +147,10 @@ class LlamaArgs(DecoderArgs):
         """Width of the part of a head that is rotated."""
         return round(self.head_width * self.rotary_fraction)
 
-    def rotates(self, number: int) -> bool:
-        """Return whether block `number` has rotary positions."""
-        return self.rope_blocks[number % len(self.rope_blocks)] == "r"
+    def rope_of(self, number: int) -> str:
+        return self.rope_blocks[number % len(self.rope_blocks)]
 
     def window_of(self, number: int) -> int | None:
-        """Return how many tokens one attends to in block `number`; None: all before it."""
         slides = self.window_blocks[number % len(self.window_blocks)] == "s"
         return self.window if slides else None
 
@@ -162,8 +176,10 @@ class LlamaArgs(DecoderArgs):
                 f"model.rotary_fraction = {self.rotary_fraction:g} of heads of width "
                 f"{self.head_width} is no even number of dims: choose another"
             )
-        check_pattern("rope_blocks", self.rope_blocks, "rn", self.n_layer)
+        check_pattern("rope_blocks", self.rope_blocks, "run", self.n_layer)
         check_pattern("window_blocks", self.window_blocks, "sf", self.n_layer)
+        if self.qk_norm_whole and not self.qk_norm:
+            raise UserError("model.qk_norm_whole = true has no meaning without model.qk_norm")
         self.check_rope()
         self.check_experts()
 
@@ -172,7 +188,7 @@ def check_pattern(name: str, pattern: str, letters: str, blocks: int) -> None:
     """Raise `UserError` for a pattern of blocks that has other letters, or more than blocks."""
     if not pattern or set(pattern) - set(letters):
         raise UserError(
-            f"model.{name} = {pattern!r}: write a letter for each block, {' or '.join(letters)}"
+            f"model.{name} = {pattern!r}: write a letter for each block, {', '.join(letters)}"
         )
     if len(pattern) > blocks:
         raise UserError(

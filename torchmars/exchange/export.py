@@ -62,11 +62,12 @@ def folded(model: Model, name: str, weight: Tensor) -> Tensor:
             f"a {type(model).__name__} that multiplies ({factors}) cannot be exported without: "
             "take the run as it is (torchmars.load, checkpoint.init_from)"
         )
-    # A norm of queries would undo what is before it.
+    # A norm undoes what is before it.
+    post_norms = getattr(model.args, "post_norms", False)
     queries = ".attn.q_norm" if getattr(model.args, "qk_norm", False) else ".attn.q"
     if part == "norm":
         weight *= factors.logits
-    elif part.endswith(".proj"):
+    elif part.endswith(("attn_norm", "mlp_norm") if post_norms else ".proj"):
         weight *= factors.residual
     elif part.endswith(".attn.qkv"):
         weight[: len(weight) // 3] *= factors.attention

@@ -74,6 +74,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "no_rope_layers": None,  # as no_rope_layer_interval says
         "no_rope_layer_interval": 4,
     },
+    "olmo3": _LLAMA
+    | {
+        "vocab_size": 50_304,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "sliding_window": 4096,
+        "layer_types": None,  # every fourth is full
+    },
     "qwen2": _QWEN | _WINDOWS,
     "qwen3": _QWEN | _WINDOWS | {"head_dim": 128},
     "qwen3_moe": _QWEN
@@ -198,6 +206,7 @@ KEYS: dict[str, dict[str, str]] = {
     "mistral": _SHAPE,
     "ministral": _SHAPE,
     "smollm3": _SHAPE,
+    "olmo3": _SHAPE,
     "qwen2": _SHAPE,
     "qwen3": _SHAPE,
     "qwen3_moe": _MIXTURE | {"n_expert": "num_experts"},
@@ -240,6 +249,7 @@ TITLES = {
     "mistral": "Mistral",
     "ministral": "Ministral",
     "smollm3": "SmolLM3",
+    "olmo3": "OLMo 3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",

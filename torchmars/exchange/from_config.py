@@ -6,7 +6,7 @@ from typing import Any
 from torchmars.core.errors import UserError
 from torchmars.exchange.families import ALIASES, DEFAULTS, KEYS, READ_AS
 from torchmars.exchange.patterns import patterns_of
-from torchmars.exchange.rope import rope_of, rope_table
+from torchmars.exchange.rope import rope_by_type, rope_of, rope_table
 from torchmars.exchange.to_config import GPT2_ACTIVATIONS
 from torchmars.exchange.values import number, require_all, whole_number
 
@@ -110,13 +110,15 @@ def from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     # Where these are null, they follow from the others.
     given = {"num_key_value_heads": heads, "head_dim": width // heads}
     given = {name: value for name, value in given.items() if config[name] is None}
+    patterns, olmo = patterns_of(config), config["model_type"] == "olmo3"
+    norms = {"qk_norm": True, "qk_norm_whole": True, "post_norms": True}
     return {
         "name": "llama",
         "qk_norm": config["model_type"] in ("qwen3", "qwen3_moe"),
         "qkv_bias": config["model_type"] == "qwen2",
         "tied": config["tie_word_embeddings"],
-        **rope_of(config),
-        **patterns_of(config),
+        **(rope_by_type(config, patterns) | norms if olmo else rope_of(config)),
+        **patterns,
         **shape_of({**config, **given}),
     }
 

@@ -38,6 +38,11 @@ LLAMA_NAMES = {
     "q_a_norm": "q_a_layernorm",
     "kv_a_norm": "kv_a_layernorm",
 }
+# OLMo 3's, whose norms come after attention and MLP.
+OLMO_NAMES = LLAMA_NAMES | {
+    "attn_norm": "post_attention_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
 # Ends of a mixture's names. "*" stands for the number of an expert.
 QWEN3_MOE_NAMES = {
     "mlp.router.weight": "mlp.gate.weight",
@@ -95,9 +100,11 @@ def counterparts(model: Model, fused: bool = False) -> dict[str, Counterpart]:
     linear = {
         f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    names, transpose = (
-        (GPT2_NAMES, linear) if isinstance(model, GPT2) else (LLAMA_NAMES, frozenset[str]())
-    )
+    names, transpose = LLAMA_NAMES, frozenset[str]()
+    if isinstance(model, GPT2):
+        names, transpose = GPT2_NAMES, frozenset(linear)
+    elif isinstance(model, Llama) and getattr(model.args, "post_norms", False):
+        names = OLMO_NAMES
     return {
         name: Counterpart(their_name(name, names), name in transpose) for name in model.state_dict()
     }

@@ -11,7 +11,7 @@ MOST_BLOCKS = 1_000
 WINDOW, FULL = "sliding_attention", "full_attention"
 # Kinds that have `layer_types`; those whose window all blocks have, and no list; and those that
 # have a window only with `use_sliding_window`.
-BY_BLOCK = ("qwen2", "qwen3", "ministral", "smollm3")
+BY_BLOCK = ("qwen2", "qwen3", "ministral", "smollm3", "olmo3")
 EVERYWHERE = ("mistral", "mixtral", "qwen3_moe")
 BY_SWITCH = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
 
@@ -69,6 +69,8 @@ def sliding(config: Mapping[str, Any], rotates: list[bool]) -> list[bool]:
     kind = config["model_type"]
     if kind == "smollm3":
         return [not each for each in rotates]
+    if kind == "olmo3":
+        return [(number + 1) % 4 != 0 for number in range(len(rotates))]
     if kind in ("qwen2", "qwen3"):
         first = whole_number(config, "max_window_layers", least=0)
         return [number >= first for number in range(len(rotates))]
@@ -114,7 +116,9 @@ def pattern_config(kind: str, args: LlamaArgs) -> dict[str, Any]:
             (n for n, each in enumerate(windows) if each), len(windows)
         )
     if kind == "smollm3":
-        found["no_rope_layers"] = [int(args.rotates(number)) for number in range(args.n_layer)]
+        found["no_rope_layers"] = [
+            int(args.rope_of(number) != "n") for number in range(args.n_layer)
+        ]
         found["pad_token_id"] = None  # in its class 128004, which a small vocabulary lacks
     return found
 
@@ -123,12 +127,18 @@ def check_patterns(kind: str, args: LlamaArgs) -> None:
     """Raise `UserError` for patterns that the class of a `kind` cannot have."""
     windows = {args.window_of(number) for number in range(args.n_layer)}
     has = {
-        "model.rope_blocks": not all(map(args.rotates, range(args.n_layer))),
+        "model.rope_blocks": {*map(args.rope_of, range(args.n_layer))} != {"r"},
         "model.window": windows != {None},
         "model.window_blocks": len(windows) > 1,
     }
+    by_window = {(bool(args.window_of(n)), args.rope_of(n)) for n in range(args.n_layer)}
+    scales = args.rope_scaling_factor != 1
+    unscaled = "u" in dict(by_window).values() and scales
     covered = {
-        "model.rope_blocks": kind == "smollm3",
+        "model.rope_blocks": kind == "smollm3"
+        and not unscaled
+        or kind == "olmo3"
+        and by_window <= {(True, "u"), (False, "r")},
         "model.window": kind in BY_BLOCK + EVERYWHERE,
         "model.window_blocks": kind in BY_BLOCK,
     }

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchmars.config.decoder import LLAMA3_CONTEXT, DecoderArgs
+from torchmars.config.llama import LlamaArgs
 from torchmars.core.errors import UserError
+from torchmars.exchange.families import DEFAULTS
+from torchmars.exchange.patterns import FULL, WINDOW
 from torchmars.exchange.values import number, require_all, whole_number
 from torchmars.models.rotary import HIGH, LOW
 
@@ -67,6 +70,34 @@ def rope_table(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def rope_by_type(config: Mapping[str, Any], patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our settings of the rotary positions of an OLMo 3, whose windows are `patterns`.
+
+    Blocks with a window may lack the scaling of the others. Raises `UserError` for another
+    difference between them.
+    """
+    given = config.get("rope_parameters") or {}
+    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+        raise UserError(f"its rope_parameters are {given!r}: a table for each layer type is needed")
+    # As transformers 5.24 reads them: the theta of an older file is of blocks without a window.
+    theta = {"rope_theta": DEFAULTS["olmo3"]["rope_theta"]}
+    older = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
+    tables = {FULL: older, WINDOW: {}} if not given else {FULL: {}, WINDOW: {}, **given}
+    full, narrow = (
+        rope_of({**config, "rope_scaling": None, "rope_parameters": theta | tables[each]})
+        for each in (FULL, WINDOW)
+    )
+    if narrow == full or "window" not in patterns:
+        return full
+    if narrow != {"rope_theta": full["rope_theta"], "rope_scaling_factor": 1.0}:
+        raise UserError(
+            f"its rotary positions are {tables[FULL]} and {tables[WINDOW]}: blocks with a window "
+            "may differ by their scaling alone"
+        )
+    letters = str.maketrans("sf", "ur")
+    return full | {"rope_blocks": patterns.get("window_blocks", "s").translate(letters)}
+
+
 def factor_of_attention(table: Mapping[str, Any]) -> dict[str, float]:
     """Return `rope_attention_factor` of a table of yarn, where it is not as ours by default."""
     if table.get("attention_factor") is not None:
@@ -76,6 +107,14 @@ def factor_of_attention(table: Mapping[str, Any]) -> dict[str, float]:
         one, other = (grown * number(table, name) + 1 for name in ("mscale", "mscale_all_dim"))
         return {"rope_attention_factor": one / other}
     return {}
+
+
+def nested_rope(args: LlamaArgs) -> dict[str, Any]:
+    """Return `rope_parameters` of an OLMo 3, a table for each type of layer."""
+    plain = {"rope_type": "default", "rope_theta": args.rope_theta}
+    table = rope_config(args).get("rope_scaling", plain) | {"rope_theta": args.rope_theta}
+    unscaled = "u" in map(args.rope_of, range(args.n_layer))
+    return {"rope_parameters": {FULL: table, WINDOW: plain if unscaled else table}}
 
 
 def rope_config(args: DecoderArgs) -> dict[str, Any]:

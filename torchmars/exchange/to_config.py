@@ -10,7 +10,7 @@ from torchmars.core.errors import UserError
 from torchmars.exchange.families import KEYS
 from torchmars.exchange.names import mixture_kind
 from torchmars.exchange.patterns import check_patterns, pattern_config
-from torchmars.exchange.rope import rope_config
+from torchmars.exchange.rope import nested_rope, rope_config
 from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama
@@ -30,6 +30,7 @@ CLASSES = {
     "mistral": "Mistral",
     "ministral": "Ministral",
     "smollm3": "SmolLM3",
+    "olmo3": "Olmo3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
@@ -79,6 +80,11 @@ def llama_config(args: LlamaArgs) -> dict[str, Any]:
             "no model of transformers that we know has model.rotary_fraction without experts: such "
             "weights can only be written with --to safetensors"
         )
+    if args.post_norms != args.qk_norm_whole or (args.post_norms and args.n_expert):
+        raise UserError(
+            "OLMo 3 of transformers has both model.post_norms and model.qk_norm_whole, and no "
+            "experts: such weights can only be written with --to safetensors"
+        )
     if args.qk_norm and args.qkv_bias and not args.n_expert:
         raise UserError(
             "no model of transformers has both model.qk_norm and model.qkv_bias: such weights can "
@@ -90,7 +96,7 @@ def llama_config(args: LlamaArgs) -> dict[str, Any]:
         "architectures": [f"{CLASSES[kind]}ForCausalLM"],
         "model_type": kind,
         **keys_of(kind, args),
-        **rope_config(args),
+        **(nested_rope(args) if kind == "olmo3" else rope_config(args)),
         "hidden_act": "silu",
         "tie_word_embeddings": args.tied,
         **pattern_config(kind, args),
@@ -100,9 +106,11 @@ def llama_config(args: LlamaArgs) -> dict[str, Any]:
 
 def dense_kind(args: LlamaArgs) -> str:
     """Return transformers' name for the kind of a model without experts."""
+    if args.post_norms:
+        return "olmo3"
     if args.qk_norm or args.qkv_bias:
         return "qwen3" if args.qk_norm else "qwen2"
-    if not all(map(args.rotates, range(args.n_layer))):
+    if "n" in map(args.rope_of, range(args.n_layer)):
         return "smollm3"
     windows = {args.window_of(number) for number in range(args.n_layer)}
     return "ministral" if len(windows) > 1 else "llama" if windows == {None} else "mistral"

@@ -16,7 +16,7 @@ from torch import nn
 from torchmars.config.deepseek import DeepseekArgs
 from torchmars.config.model_args import Multipliers
 from torchmars.models.latent import LatentAttention
-from torchmars.models.llama import Llama
+from torchmars.models.llama import Block, Llama, make_mlp
 from torchmars.models.model import TensorParallelCut
 
 
@@ -34,8 +34,8 @@ class Deepseek(Llama):
         "attn.kv_b": "gathered rows",
     }
 
-    def make_attention(self, number: int) -> nn.Module:
-        return LatentAttention(self.args)
+    def make_block(self, number: int) -> nn.Module:
+        return Block(self.args, LatentAttention(self.args), make_mlp(self.args, number))
 
     def describe_keys(self) -> str:
         return f"latents of {self.args.kv_lora_rank} and {self.args.qk_rope_head_dim}"

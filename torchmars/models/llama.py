@@ -14,8 +14,12 @@ Qwen3; Jiang et al. 2023 and 2024 (arXiv 2310.06825, 2401.04088) for Mistral and
 Team 2025 (arXiv 2508.06471).
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,7 +29,7 @@ from torchmars.config.model_args import Multipliers
 from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.model import Head, Model, Table, TensorParallelCut, added
-from torchmars.models.moe import MoE
+from torchmars.models.moe import MoE, as_it_is
 from torchmars.models.rotary import rotate, rotation
 
 
@@ -34,22 +38,23 @@ class Attention(nn.Module):
 
     def __init__(self, args: LlamaArgs, number: int) -> None:
         super().__init__()
-        self.head_width, self.rotates = args.head_width, args.rotates(number)
+        self.head_width, self.rotates = args.head_width, args.rope_of(number) != "n"
         q_width, kv_width = args.n_head * args.head_width, args.n_kv_head * args.head_width
         self.q = nn.Linear(args.n_embd, q_width, bias=args.qkv_bias)
         self.k = nn.Linear(args.n_embd, kv_width, bias=args.qkv_bias)
         self.v = nn.Linear(args.n_embd, kv_width, bias=args.qkv_bias)
-        self.q_norm = nn.RMSNorm(args.head_width, args.norm_eps) if args.qk_norm else None
-        self.k_norm = nn.RMSNorm(args.head_width, args.norm_eps) if args.qk_norm else None
+        self.q_norm = make_qk_norm(args, q_width)
+        self.k_norm = make_qk_norm(args, kv_width)
         self.proj = nn.Linear(q_width, args.n_embd, bias=False)
         self.attend = CausalAttention(args.multipliers.attention_scale(self.head_width))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sight: Sight | None) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if isinstance(self.q_norm, WholeNorm) and isinstance(self.k_norm, WholeNorm):
+            q, k = self.q_norm(q), self.k_norm(k)
         # By the width of a head: a rank may have some of the heads only.
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.q, self.k, self.v)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = (part.unflatten(-1, (-1, self.head_width)) for part in (q, k, v))
+        if type(self.q_norm) is nn.RMSNorm and type(self.k_norm) is nn.RMSNorm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if self.rotates:
@@ -57,6 +62,30 @@ class Attention(nn.Module):
         y = self.attend(q, k, v, sight)
         projected: Tensor = self.proj(y.transpose(1, 2).flatten(2))
         return projected
+
+
+class WholeNorm(nn.RMSNorm):
+    """RMSNorm over the width of all heads, of which a rank may have some."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps)
+        self.local = as_it_is
+        self.mean: Callable[[Tensor], Tensor] = partial(torch.mean, dim=-1, keepdim=True)
+        """Takes means over all heads. Tensor parallelism replaces it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = (self.mean(wide.square()) + (self.eps or 0.0)).rsqrt()
+        return (wide * scale * self.local(self.weight)).to(x.dtype)
+
+
+def make_qk_norm(args: LlamaArgs, width: int) -> nn.RMSNorm | None:
+    """Return the norm of queries or keys, whose heads together have `width`; None for none."""
+    if not args.qk_norm:
+        return None
+    if args.qk_norm_whole:
+        return WholeNorm(width, args.norm_eps)
+    return nn.RMSNorm(args.head_width, args.norm_eps)
 
 
 class MLP(nn.Module):
@@ -108,6 +137,14 @@ class Block(nn.Module):
         return added(x, self.mlp(self.mlp_norm(x)), self.residual)
 
 
+class PostNormBlock(Block):
+    """Attention, then MLP, whose outputs are normalised and added."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sight: Sight | None) -> Tensor:
+        x = added(x, self.attn_norm(self.attn(x, cos, sin, sight)), self.residual)
+        return added(x, self.mlp_norm(self.mlp(x)), self.residual)
+
+
 class Llama(Model):
     """A model of the Llama family."""
 
@@ -134,28 +171,31 @@ class Llama(Model):
         self.n_layer, self.width, self.head_width = args.n_layer, args.n_embd, args.head_width
         self.heads, self.experts = (args.n_head, args.n_kv_head), args.n_expert
         self.tok_embed = Table(args.vocab_size, args.n_embd)
-        self.blocks = nn.ModuleDict()
-        for number in range(args.n_layer):
-            attn, mlp = self.make_attention(number), make_mlp(args, number)
-            self.blocks[str(number)] = Block(args, attn, mlp)
+        blocks = {str(number): self.make_block(number) for number in range(args.n_layer)}
+        self.blocks = nn.ModuleDict(blocks)
         self.norm = nn.RMSNorm(args.n_embd, args.norm_eps)
         own = not args.tied
         self.output = Head(args.n_embd, args.vocab_size) if own else None
 
-    def make_attention(self, number: int) -> nn.Module:
-        """Return the first half of block `number`."""
-        return Attention(self.args, number)
+    def make_block(self, number: int) -> nn.Module:
+        """Return block `number`."""
+        args, kind = self.args, PostNormBlock if self.args.post_norms else Block
+        return kind(args, Attention(args, number), make_mlp(args, number))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.tok_embed(tokens)
         return x
 
     def transform(self, x: Tensor, positions: Tensor, sight: Sight | None) -> Tensor:
-        args = self.args
-        cos, sin = rotation(positions, args.rotary_width, args)
-        narrow = Sight.within(args.window, sight, x, self.dropout) if args.window else None
+        args, turns, sights = self.args, {}, {None: sight}
         for number, block in self.blocks.items():
-            x = block(x, cos, sin, narrow if args.window_of(int(number)) else sight)
+            window, letter = args.window_of(int(number)), args.rope_of(int(number))
+            if letter not in turns:  # all blocks of a kind share them
+                scaled = replace(args, rope_scaling_factor=1.0) if letter == "u" else args
+                turns[letter] = rotation(positions, args.rotary_width, scaled)
+            if window not in sights:
+                sights[window] = Sight.within(window, sight, x, self.dropout)
+            x = block(x, *turns[letter], sights[window])
         return x
 
     def attended(self, number: int) -> int:
@@ -173,13 +213,14 @@ class Llama(Model):
             shared = f" and {args.n_expert_shared} shared" if args.n_expert_shared else ""
             dense = f", after {counted(args.n_dense, 'block')} of {mlp}" if args.n_dense else ""
             mlp = experts + shared + dense
-        window = f"window {args.window} in blocks {args.window_blocks}, " if args.window else ""
         return (
             f"{counted(args.n_layer, 'layer')}, {counted(args.n_head, 'head')} "
-            f"({self.describe_keys()}), width {args.n_embd} ({mlp}), {window}"
+            f"({self.describe_keys()}), width {args.n_embd} ({mlp}), "
             f"vocabulary {args.vocab_size}"
         )
 
     def describe_keys(self) -> str:
         """Return in words what keys and values are made of."""
-        return f"{self.args.n_kv_head} of keys and values"
+        args = self.args
+        window = f", window {args.window} in blocks {args.window_blocks}" if args.window else ""
+        return f"{args.n_kv_head} of keys and values{window}"

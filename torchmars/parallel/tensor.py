@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import (  # private, torch 2.11 to 2.13
     AsyncCollectiveTensor,
+    all_reduce,
     all_to_all_single_autograd,
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchmars.models import Model
+from torchmars.models.llama import WholeNorm
 from torchmars.models.model import TensorParallelCut
 from torchmars.models.moe import Experts, Router
 from torchmars.parallel.cuts import cut_of
@@ -76,6 +78,8 @@ def style_of(
 ) -> ParallelStyle | None:
     """Return how the module called `name` is cut, a style of torch's; None: it has no weights."""
     cut = cut_of(name, cuts)
+    if isinstance(module, WholeNorm):
+        return WholeNormParallel()
     if cut is None:
         is_norm = isinstance(module, nn.LayerNorm | nn.RMSNorm)
         return SequenceParallel(use_local_output=True) if is_norm else None
@@ -123,6 +127,31 @@ class LocalParallel(ParallelStyle):
         else:
             module.local = self.local
         return module
+
+
+class WholeNormParallel(ParallelStyle):
+    """Normalises over the heads of all ranks, of which each has some, as of the weight."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, WholeNorm)
+        place(module, device_mesh, Shard(0))
+        group, own, module.local = device_mesh.get_group(), module.mean, own_rows
+        ranks = dist.get_world_size(group)
+        module.mean = lambda x: SummedOverRanks.apply(own(x) / ranks, group)
+        return module
+
+
+class SummedOverRanks(torch.autograd.Function):
+    """Sums a tensor over ranks, each of which goes on with the sum for its own heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradients[0].contiguous(), "sum", ctx.group), None
 
 
 class HeadParallel(ParallelStyle):
