@@ -47,7 +47,7 @@ def test_what_is_left_out_is_said(tmp_path):
     ]
     result = ContenderResult("adamw", "adamw", {"lr": 1.0}, {}, [3.0], 3.0, None, None, None, "")
     study = SimpleNamespace(
-        of_optimizers=True,
+        kind="optimizer",
         folder=tmp_path,
         seeds=[0, 1],
         contenders=[],
@@ -114,7 +114,7 @@ def test_of_two_values_only_the_learning_rate_has_an_edge():
 def test_edges_and_a_missing_baseline_are_said_once(tmp_path):
     names = [SimpleNamespace(name=name, rule=name) for name in ("muon", "mars-m")]
     study = SimpleNamespace(
-        of_optimizers=True,
+        kind="optimizer",
         folder=tmp_path,
         seeds=[0],
         contenders=names,

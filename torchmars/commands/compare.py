@@ -102,7 +102,7 @@ def main() -> None:
         require_config(rest, PROG)
         study = make_study(options, config, rest)
         check_trials(study)
-        if not compare(study, options):
+        if not run_study(study, options, partial(comparison_heading, study)):
             raise Ended(EXIT_STOPPED)
 
 
@@ -223,30 +223,10 @@ def check_trials(study: Study) -> None:
                 )
 
 
-def compare(study: Study, options: Compare) -> bool:
-    """Run the trials that are left, and print the results; return whether all ended."""
-    complete, found = run_study(
-        study,
-        options,
-        partial(comparison_heading, study),
-        lambda found: (markdown(found), csv_text(found)),
-    )
-    folder = str(study.folder)
-    say(*lines(found), f"{folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
-    say(*next_commands(("torchmars", "report", folder), ("torchmars", "runs", folder)))
-    return complete
+def run_study(study: Study, options: TrialOptions, heading: Callable[[str], list[str]]) -> bool:
+    """Run the trials that are left; print and write results. Return whether all trials ended.
 
-
-def run_study(
-    study: Study,
-    options: TrialOptions,
-    heading: Callable[[str], list[str]],
-    tables: Callable[[Comparison], tuple[str, str]],
-) -> tuple[bool, Comparison]:
-    """Run the trials that are left, and write results, plots and `tables`, as Markdown and CSV.
-
-    `heading` says what is run, given how in words. Returns whether all trials ended, and what was
-    found. Raises `UserError`.
+    `heading` says what is run, given how in words. Raises `UserError`.
     """
     # Here, since they bring torch, and mistakes are said before.
     from torchmars.comparison import execution, summary
@@ -268,7 +248,7 @@ def run_study(
 
         def write() -> Comparison:
             found = summary.summarise(study, results)
-            for name, text in zip(TABLES, tables(found)):
+            for name, text in zip(TABLES, (markdown(found), csv_text(found))):
                 write_durably(study.folder / name, text)
             write_comparison(found, study.folder)
             return found
@@ -277,7 +257,9 @@ def run_study(
         complete = execution.run_trials(study, results, runner, write)
         found = write()
         plot_comparison(found, study.folder)
-    return complete, found
+    say(*lines(found), f"{folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
+    say(*next_commands(("torchmars", "report", folder), ("torchmars", "runs", folder)))
+    return complete
 
 
 def comparison_heading(study: Study, how: str) -> list[str]:

@@ -1,28 +1,25 @@
 """Check that learning rates of a small model hold for larger ones."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from torchmars.commands.compare import (
-    TABLES,
     TrialOptions,
     check_grid,
     check_options,
     read_grid,
     run_study,
 )
-from torchmars.comparison.results import RESULTS_FILE, Comparison, Grid
+from torchmars.comparison.results import Grid
 from torchmars.comparison.study import Study
-from torchmars.comparison.tables import csv_text, markdown_table
 from torchmars.comparison.words import seeds_text
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command
 from torchmars.core.bounds import Place, Range
-from torchmars.core.console import labelled, next_commands, say
+from torchmars.core.console import labelled, say
 from torchmars.core.errors import (
     EXIT_STOPPED,
     Ended,
@@ -30,7 +27,6 @@ from torchmars.core.errors import (
     exit_on_user_error,
 )
 from torchmars.core.options import words
-from torchmars.core.tables import table
 from torchmars.core.words import counted
 
 PROG = "torchmars transfer"
@@ -84,7 +80,9 @@ def main() -> None:
         study = sizes.SizeStudy(
             folder, rest, base, contenders, grid, seeds, None, options.widen, False
         )
-        if not train(study, options, partial(sizes.rate_rows, base=contenders[0].name)):
+        # Here, so that a trial that cannot be is told before anything is written.
+        trials = sum(len(study.tuning(size, grid["lr"])) for size in contenders)
+        if not run_study(study, options, partial(transfer_heading, study, trials)):
             raise Ended(EXIT_STOPPED)
 
 
@@ -107,25 +105,12 @@ def check_training(options: CheckTransfer, config: ResolvedConfig) -> Grid:
     return grid
 
 
-def train(
-    study: Study, options: CheckTransfer, rows: Callable[[Comparison], list[list[str]]]
-) -> bool:
-    """Train the sizes at all rates, and print `rows` of it; return whether all trials ended."""
+def transfer_heading(study: Study, trials: int, how: str) -> list[str]:
+    """Return lines on the sizes before they are trained, in so many trials at least."""
     names = [size.name for size in study.contenders]
-    trials = sum(len(study.tuning(size, study.lrs)) for size in study.contenders)
-    complete, found = run_study(
-        study,
-        options,
-        lambda how: [
-            *labelled("transfer", ", ".join(names), f"the base is {names[0]}"),
-            *labelled("trials", f"at least {trials}, with {seeds_text(study.seeds)}", how),
-            *labelled("steps", f"{counted(study.base.training.steps, 'step')} each"),
-            *labelled("folder", str(study.folder)),
-        ],
-        lambda found: (markdown_table(rows(found)) + "\n", csv_text(found)),
-    )
-    folder = str(study.folder)
-    say("", *table(rows(found), right=range(1, 5)), "", *found.notes)
-    say(f"{folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
-    say(*next_commands(("torchmars", "runs", folder)))
-    return complete
+    return [
+        *labelled("transfer", ", ".join(names), f"the base is {names[0]}"),
+        *labelled("trials", f"at least {trials}, with {seeds_text(study.seeds)}", how),
+        *labelled("steps", f"{counted(study.base.training.steps, 'step')} each"),
+        *labelled("folder", str(study.folder)),
+    ]

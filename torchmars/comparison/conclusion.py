@@ -1,5 +1,6 @@
 """The conclusion of a comparison in a few sentences: the finding first, then how sure it is."""
 
+from torchmars.comparison.rates import rates_in_words
 from torchmars.comparison.results import Comparison, ContenderResult, Difference
 from torchmars.comparison.words import interval_text, seeds_text, settings_text, share
 from torchmars.core.words import number_or_dash
@@ -10,11 +11,15 @@ def conclusion(found: Comparison) -> list[str]:
     pending = any(trial.state == "pending" for trial in found.trials)
     ranked = [each for each in found.contenders if each.mean is not None]
     if not ranked:
-        return ["Nothing yet: no optimizer is tuned." if pending else "Nothing: no trial is done."]
+        nothing = f"Nothing yet: no {found.kind} is tuned."
+        return [nothing if pending else "Nothing: no trial is done."]
     best, others = ranked[0], ranked[1:]
-    first = finding(found, best, others[0] if others else None)
-    sentences = [f"So far: {first}" if pending else first]
-    sentences += of_the_others(found, best, others[1:])
+    if found.kind == "size":
+        first, *more = rates_in_words(found)
+    else:
+        first = finding(found, best, others[0] if others else None)
+        more = of_the_others(found, best, others[1:])
+    sentences = [f"So far: {first}" if pending else first, *more]
     if saved := share(best.tokens_saved):
         sentences.append(f"{best.name} saves {saved} of the tokens of {found.baseline}.")
     if len(found.seeds) == 1:

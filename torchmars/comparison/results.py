@@ -22,6 +22,7 @@ Grid = dict[str, list[Value]]
 Edges = dict[str, Literal["lowest", "highest"]]
 Axis = Literal["tokens", "seconds"]
 State = Literal["done", "failed", "diverged", "pending"]
+Kind = Literal["optimizer", "size"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ContenderResult:
-    """An optimizer of a comparison, with the settings that are best for it."""
+    """A contender of a comparison, with the settings that are best for it."""
 
     name: str
     rule: str
@@ -134,6 +135,13 @@ class Comparison:
     """In the order of contenders on the command line, settings, seeds."""
     notes: list[str]
     """Notes that a reader must know, a sentence or two each."""
+    kind: Kind = "optimizer"
+    """What contenders are: optimizers, or sizes of a model, of which the first is the base."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of contenders, in the order of trials."""
+        return list(dict.fromkeys(each.contender for each in self.trials))
 
     @property
     def tuned(self) -> list[str]:
@@ -142,8 +150,7 @@ class Comparison:
 
     def place_of(self, contender: ContenderResult) -> int:
         """Return the place of a contender on the command line, from 0. It has its color by that."""
-        names = list(dict.fromkeys(each.contender for each in self.trials))
-        return names.index(contender.name)
+        return self.names.index(contender.name)
 
     def between(self, first: str, second: str) -> Difference:
         """Return the difference of two contenders with a result, either of which may be first."""

@@ -1,18 +1,17 @@
 """Sizes of one model in the place of optimizers: does the best learning rate stay?"""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from torchmars.comparison.contenders import Contender
 from torchmars.comparison.coordinates import based, coordinates, exponents, sized
-from torchmars.comparison.results import Comparison, Settings
+from torchmars.comparison.rates import rate_of
+from torchmars.comparison.results import Kind, Settings
 from torchmars.comparison.study import Study
 from torchmars.config import ResolvedConfig, TransferConfig
 from torchmars.config.load import without_none
 from torchmars.core.tables import table
-from torchmars.core.words import number_or_dash
 
 STEPS = 4  # of the coordinate check
 WITHOUT = "-without"  # ends the names of sizes that take no rates of a base
@@ -22,14 +21,12 @@ NEAR_OF_WIDTH = {"residual stream": 0.2, "attention logits": 0.2, "change of log
 NEAR_OF_DEPTH = dict.fromkeys(NEAR_OF_WIDTH, 0.3)
 NEAR_OF_WIDTH |= {"attn": 0.2, "mlp": 0.2, "gradient of matrix": 0.15, "gradient of router": 0.15}
 
-HEADINGS = ["size", "best rate", "over seeds", "lowest loss", "lost at the base's rate"]
-
 
 @dataclass(frozen=True)
 class SizeStudy(Study):
     """Sizes, each tuned on one grid. Other seeds get the best rate and its two neighbours."""
 
-    of_optimizers: ClassVar[bool] = False
+    kind: ClassVar[Kind] = "size"
     seed_trials: ClassVar[int] = 3
 
     def repeated(self, best: Settings, lrs: list[float]) -> list[Settings]:
@@ -109,75 +106,3 @@ def contender(
         without_none(tables[section]) for section in ("model", "optimizer", "transfer")
     )
     return Contender(name, optimizer, {"model": model, "transfer": base})
-
-
-def rate_rows(found: Comparison, base: str) -> list[list[str]]:
-    """Return a row for each size after the headings: its best rate, and what the base's costs.
-
-    A best rate is where a parabola through the lowest loss and its neighbours, over the rate's
-    logarithm, is lowest. "lost at the base's rate": by how much the loss at the base's best rate of
-    the grid is above the lowest one. `base` is the name of the base.
-    """
-    names = list(dict.fromkeys(each.contender for each in found.trials))
-    rate = best_of(losses_of(found, base, found.seeds[0]))
-    return [HEADINGS, *(row_of(found, name, rate) for name in names)]
-
-
-def row_of(found: Comparison, name: str, base_rate: float | None) -> list[str]:
-    """Return the cells of a size."""
-    first = losses_of(found, name, found.seeds[0])
-    rates = [lowest(losses_of(found, name, seed)) for seed in found.seeds]
-    known = [rate for rate in rates if rate is not None]
-    spread = f"{min(known):.3g} to {max(known):.3g}" if len(known) > 1 else "-"
-    least = min(first.values(), default=None)
-    cost = None
-    if least is not None and base_rate in first:
-        cost = first[base_rate] - least
-    own = rates[0]
-    return [
-        name,
-        "-" if own is None else f"{own:.3g}",
-        spread,
-        number_or_dash(least),
-        number_or_dash(cost),
-    ]
-
-
-def losses_of(found: Comparison, name: str, seed: int) -> dict[float, float]:
-    """Return the lowest loss of each rate that is done, of a size with a seed, by rate."""
-    losses: dict[float, float] = {}
-    for each in found.trials:
-        if each.contender == name and each.seed == seed and each.loss is not None:
-            rate = rate_of(each.settings)
-            losses[rate] = min(each.loss, losses.get(rate, math.inf))
-    return dict(sorted(losses.items()))
-
-
-def best_of(losses: dict[float, float]) -> float | None:
-    """Return the rate of the lowest loss; None for none."""
-    return min(losses, key=lambda rate: losses[rate], default=None)
-
-
-def lowest(losses: dict[float, float]) -> float | None:
-    """Return the rate at which a parabola through the three lowest points in a row is lowest.
-
-    It is over the logarithm of the rate. None where the lowest loss is at an end.
-    """
-    rates = list(losses)
-    place = rates.index(best) if (best := best_of(losses)) is not None else 0
-    if not 0 < place < len(rates) - 1:
-        return None
-    (x0, y0), (x1, y1), (x2, y2) = (
-        (math.log(rate), losses[rate]) for rate in rates[place - 1 : place + 2]
-    )
-    left, right = (x1 - x0) * (y1 - y2), (x1 - x2) * (y1 - y0)
-    if left == right:  # three equal losses
-        return rates[place]
-    return math.exp(x1 - ((x1 - x0) * left - (x1 - x2) * right) / (2 * (left - right)))
-
-
-def rate_of(settings: Settings) -> float:
-    """Return the learning rate among the settings of a trial."""
-    lr = settings["lr"]
-    assert isinstance(lr, float)
-    return lr

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from torchmars.comparison.contenders import Contender
-from torchmars.comparison.results import Edges, Grid, Settings, TrialResult, Value, numbers_of
+from torchmars.comparison.results import (
+    Edges,
+    Grid,
+    Kind,
+    Settings,
+    TrialResult,
+    Value,
+    numbers_of,
+)
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
@@ -37,8 +45,8 @@ class Trial:
 class Study:
     """The contenders, and how they are compared."""
 
-    of_optimizers: ClassVar[bool] = True
-    """Whether the contenders are optimizers."""
+    kind: ClassVar[Kind] = "optimizer"
+    """What the contenders are."""
     seed_trials: ClassVar[int] = 1
     """How many trials each other seed gets."""
 

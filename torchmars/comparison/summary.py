@@ -45,9 +45,10 @@ def summarise(study: Study, result: Callable[[Trial], TrialResult]) -> Compariso
         training.tokens,
         study.baseline,
         contenders,
-        differences(contenders, study.baseline),
+        differences(contenders, study.baseline) if study.kind == "optimizer" else [],
         rows,
         notes(study, contenders, rows),
+        study.kind,
     )
 
 
@@ -120,7 +121,6 @@ def differences(contenders: list[ContenderResult], baseline: str | None) -> list
 
 def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialResult]) -> list[str]:
     """Return notes on the results that a reader must know."""
-    what = "optimizers" if study.of_optimizers else "sizes"
     found = []
     counts = Counter(each.state for each in trials)
     if counts["pending"]:
@@ -135,7 +135,7 @@ def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialRes
     if not counts["pending"] and (left_out := len(tried - {each.name for each in trials})):
         found.append(
             f"{left_out} of the trials in this folder are not in these tables, since the command "
-            f"does not name their {what}, settings or seeds. Name these to have them back."
+            f"does not name their {study.kind}s, settings or seeds. Name these to have them back."
         )
     for each in contenders:
         repeats = [t for t in trials if t.contender == each.name and t.settings == each.best]
@@ -156,7 +156,7 @@ def notes(study: Study, contenders: list[ContenderResult], trials: list[TrialRes
             "A best value that is the lowest or the highest one tried may not be tuned: "
             f"{'; '.join(at_edge)}."
         )
-    if study.of_optimizers and study.baseline is None and len(study.contenders) > 1:
+    if study.kind == "optimizer" and study.baseline is None and len(study.contenders) > 1:
         found.append(
             f"No savings are measured, since {BASELINE} does not take part. The same command with "
             f"--baseline {study.contenders[0].name} measures the others against that; it trains "

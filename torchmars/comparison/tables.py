@@ -7,6 +7,7 @@ import csv
 import io
 
 from torchmars.comparison.conclusion import conclusion
+from torchmars.comparison.rates import rate_rows
 from torchmars.comparison.results import Comparison, Settings
 from torchmars.comparison.words import interval_text, seeds_text, settings_text, share, value_text
 from torchmars.core.console import labelled
@@ -17,7 +18,9 @@ Rows = list[list[str]]
 
 
 def contender_rows(found: Comparison) -> Rows:
-    """Return a row for each contender, the best first, after the headings."""
+    """Return a row for each contender after the headings: of optimizers the best is first."""
+    if found.kind == "size":
+        return rate_rows(found)
     heads = ["optimizer", "best settings", "final loss", "spread", "seeds"]
     rows = [
         [
@@ -35,7 +38,7 @@ def contender_rows(found: Comparison) -> Rows:
 
 def time_rows(found: Comparison) -> Rows:
     """Return the time of each contender, and how much less it needs than the baseline."""
-    rows = [["optimizer", "seconds of a trial", *(["time saved"] if found.baseline else [])]]
+    rows = [[found.kind, "seconds of a trial", *(["time saved"] if found.baseline else [])]]
     for each in found.contenders:
         seconds = [trial.seconds for trial in found.trials_of(each) if trial.seconds is not None]
         mean = f"{sum(seconds) / len(seconds):,.1f}" if seconds else "-"
@@ -57,7 +60,7 @@ def difference_rows(found: Comparison) -> Rows:
 def trial_rows(found: Comparison) -> Rows:
     """Return a row for each trial, without its seconds."""
     names = found.tuned
-    rows = [["optimizer", *names, "seed number", "state", "final loss", "reason"]]
+    rows = [[found.kind, *names, "seed number", "state", "final loss", "reason"]]
     for each in found.trials:
         known = [str(each.seed), each.state, number_or_dash(each.loss), each.reason]
         rows.append([each.contender, *values_of(each.settings, names), *known])
@@ -69,7 +72,7 @@ def csv_text(found: Comparison) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     names = list(found.grid)
-    heads = ["optimizer", *names, "seed", "state", "tokens", "final_loss", "reason", "folder"]
+    heads = [found.kind, *names, "seed", "state", "tokens", "final_loss", "reason", "folder"]
     writer.writerow([*heads, "seconds"])
     for each in found.trials:
         known = [each.seed, each.state, found.tokens, each.loss, each.reason, each.folder]
@@ -86,10 +89,9 @@ def markdown(found: Comparison) -> str:
         " ".join(conclusion(found)),
         *(["\n".join(f"- {note}" for note in found.notes)] if found.notes else []),
         comparison_in_words(found),
-        "## Optimizers",
+        f"## {found.kind.capitalize()}s",
         markdown_table(contender_rows(found)),
-        "## Differences",
-        markdown_table(difference_rows(found)),
+        *(["## Differences", markdown_table(difference_rows(found))] if found.differences else []),
         "## Time",
         markdown_table(time_rows(found)),
         "## Trials",

@@ -15,17 +15,17 @@ from torchmars.reports.comparison_figures import by_axis, figures_of
 from torchmars.reports.page import DASH, Section, page
 
 # How columns look; all others have numbers.
-LOOKS = dict.fromkeys(("optimizer", "optimizers", "best settings", "trial"), "")
+LOOKS = dict.fromkeys(("optimizer", "optimizers", "size", "best settings", "trial"), "")
 LOOKS |= {"state": "state", "reason": "text"}
 ABOUT = (
-    "Each optimizer was tuned on the same grid with the same tokens and the first seed. The best "
+    "Each {kind} was tuned on the same grid with the same tokens and the first seed. The best "
     "settings, those with the lowest final validation loss, were then repeated with the other "
-    "seeds. The spread is the standard deviation over seeds. Training time is that of the steps: "
-    "without validations and saves.",
+    "seeds{beside}. The spread is the standard deviation over seeds. Training time is that of the "
+    "steps: without validations and saves.",
     "A trial leads to the folder of its run, or to its report where it has one: torchmars report "
     "makes one of a trial's folder.",
     "Drag over a figure to zoom; double-click to go back. A click in a legend hides a curve, the "
-    "box of an optimizer hides it in all figures. The page loads nothing from a network.",
+    "box of a contender hides it in all figures. The page loads nothing from a network.",
 )
 SAVED = (
     "Tokens and time saved are the shares of the baseline's that an optimizer does not need for "
@@ -41,22 +41,25 @@ def comparison_page(
     Raises `UserError` without plotly.
     """
     heads, *contenders = contender_rows(found)
-    places = [found.place_of(each) for each in found.contenders]
-    boxes = [((row[0], place), *row[1:]) for row, place in zip(contenders, places)]
+    of_sizes = found.kind == "size"
+    boxes = [((name, found.names.index(name)), *row) for name, *row in contenders]
     every = [by_axis(found, axis, every=True) for axis in ("tokens", "seconds")]
     trials = f"All trials: {' '.join(found.config)}"
+    beside = ", those of a size with the learning rates beside its best one too"
+    about = [each.format(kind=found.kind, beside=beside * of_sizes) for each in ABOUT]
+    what = "Sizes" if of_sizes else "Optimizers, the best first"
     sections = [
         Section("What was found", [" ".join(conclusion(found)), *found.notes]),
-        table_of("Optimizers, the best first", [heads, *boxes], {"optimizer": "run"}),
+        table_of(what, [heads, *boxes], {found.kind: "run"}),
         Section("How it was found", [trials], facts_of_comparison(found)),
         Section("Figures", figures=figures_of(found)),
         Section("Every trial", figures=every, folded=True),
-        table_of("Differences", difference_rows(found)),
+        *([table_of("Differences", difference_rows(found))] if found.differences else []),
         table_of("Time", time_rows(found)),
         table_of("Trials", linked_trials(found, folder, file)),
-        Section("How to read this page", [*ABOUT, SAVED] if found.baseline else ABOUT),
+        Section("How to read this page", [*about, SAVED] if found.baseline else about),
     ]
-    subtitle = f"A comparison of optimizers. {folder.absolute()}."
+    subtitle = f"A comparison of {found.kind}s. {folder.absolute()}."
     return page(found.name, subtitle, sections, renewed_every)
 
 
