@@ -15,7 +15,7 @@ from torchmars.comparison.results import (
 )
 from torchmars.comparison.summary import differences
 from torchmars.comparison.tables import lines, markdown
-from torchmars.comparison.words import seeds_text
+from torchmars.comparison.words import seeds_text, share
 from torchmars.reports.comparison_page import comparison_page
 
 GRID = {"lr": [1e-3, 2e-3], "gamma": [0.1, 0.2], "betas": [[0.9, 0.99]]}
@@ -43,6 +43,23 @@ def made(losses, baseline=None, state="done", seeds=3):
     return Comparison(
         "found", ["c.toml"], GRID, seeds, 7, 70, baseline, contenders, pairs, trials, ["A note."]
     )
+
+
+@pytest.mark.parametrize(
+    "value,text",
+    [
+        (None, ""),
+        (Estimate(0.23, 0.15, 0.31), "23.0% (15.0% to 31.0%)"),
+        (Estimate(-0.0, None, None), "0.0%"),
+        (Estimate(-1e-9, -0.1, 1e-9), "0.0% (-10.0% to 0.0%)"),
+        (Estimate(0.01, -1e-9, 0.02), "1.0% (0.0% to 2.0%)"),
+        (Estimate(-1.67, None, None), "167.0% more"),
+        (Estimate(-1.67, -1.9, -1.4), "167.0% more (140.0% to 190.0%)"),
+        (Estimate(-0.03, -0.1, 0.04), "3.0% more (-4.0% to 10.0%)"),
+    ],
+)
+def test_a_share_saved_has_no_negative_zero_and_says_what_is_needed_more(value, text):
+    assert share(value) == text
 
 
 @pytest.mark.parametrize("baseline", [None, "muon", "mars-m"])

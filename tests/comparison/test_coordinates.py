@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from torchmars.comparison.coordinates import coordinates, exponents, sized
+from torchmars.comparison.coordinates import coordinates, exponents, measured, sized
+from torchmars.config import TransferConfig
 from torchmars.config.load import config_of
 from torchmars.core.errors import UserError
+from torchmars.optim import kernels
 
 LLAMA = {"name": "llama", "size": "nano", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_kv_head": 2}
 MODELS = {
@@ -59,6 +61,14 @@ def test_so_they_do_under_the_other_rules(rule):
 @pytest.mark.parametrize("rule", [*LR, "muon", "mars-m", "mars-shampoo"])
 def test_and_up_to_512_under_every_rule(model, rule):
     check(model, rule, (64, 128, 256, 512))
+
+
+def test_nothing_is_compiled_for_a_few_steps(monkeypatch):
+    """Of matrices of which a run's optimizer would compile its kernels."""
+    monkeypatch.setattr(kernels, "MIN_MODEL_TO_COMPILE", 0)
+    monkeypatch.setattr(kernels, "_compiled", None)  # what is compiled is asked for there
+    large = replace(config("gpt2", "muon"), transfer=TransferConfig())
+    assert measured(sized(large, 512, 1), 1)["residual stream"] > 0
 
 
 def test_without_it_they_grow():

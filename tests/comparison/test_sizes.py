@@ -74,6 +74,7 @@ def test_mistakes_are_one_line(transfer, tmp_path):
             "--lr-rest-grid has no meaning",
         ),
         ((*widths, "--lr-grid", "0,2"), "optimizer.lr must be more than 0"),
+        ((*widths, "--lrs", "1,2"), "'--lrs': did you mean --lr-grid?"),
     ]:
         code, out, err = transfer(*args)
         assert code == 2 and not out and err.count("\n") == 1 and wrong in err, (args, err)
@@ -90,6 +91,21 @@ def test_check_tells_by_its_exit_code(transfer, monkeypatch):
     monkeypatch.setattr(type(adamw), "lr_factor", lambda *_: 1.0)  # as if the matrices' rate stayed
     code, out, _ = transfer(*args)
     assert code == 1 and "learning rates may not transfer" in out
+
+
+def test_the_base_needs_no_name(transfer):
+    args = ["--depths", "2,4", "--check", "--optimizer.name", "adamw", "--model.n_embd", "64"]
+    args += ["--transfer.depth", "1/L", "--transfer.decay", "coupled"]
+    code, out, err = transfer(*args)
+    assert code == 0 and not err and "Sizes stay the same" in out
+    assert transfer(*args, "--transfer.n_embd", "32") == (code, out, err)  # nor does it count
+
+
+def test_training_needs_a_config(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call("transfer", "--widths", "64,128", "--lr-grid", "1")
+    assert code == 2 and err.startswith("error: no config is named: torchmars transfer")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.full

@@ -362,7 +362,10 @@ training.gradient_accumulation_steps training.global_batch_size, run.path run.fo
 training.local_batch_size training.microbatch_size, training.weight_decay optimizer.weight_decay,
 activation_checkpoint.interval activation_checkpoint.every, run.output_dir run.folder,
 parallelism.tensor_parallel_degree parallelism.tp, lr_scheduler schedule, profiling profiler,
-grad-clip training.max_grad_norm, seed run.seed, steps training.steps, name run.name
+grad-clip training.max_grad_norm, seed run.seed, steps training.steps, name run.name,
+transfer.width transfer.n_embd, transfer.layers transfer.n_layer, transfer.ffn transfer.n_inner,
+transfer.kv_heads transfer.n_kv_head, optimiser optimizer, optim optimizer, schedular schedule,
+checkpoints checkpoint, optimizer_lr optimizer.lr
 """
 # Of these each would be a guess.
 GUESSES = """

@@ -176,8 +176,11 @@ def test_a_model_with_a_base_is_exported_without_multipliers(name, tmp_path):
         ours.load_state_dict({key: models[0].read(key) for key in ours.state_dict()})
         theirs = transformers.AutoModelForCausalLM.from_pretrained(target)
         with torch.no_grad():
-            logits.append(theirs(tokens).logits)
-            torch.testing.assert_close(ours.head(ours(tokens)), logits[-1], rtol=1e-5, atol=1e-6)
+            # In float64 what is left is the rounding of the folded weights, which are float32.
+            expected, found = ours.double().head(ours(tokens)), theirs.double()(tokens).logits
+        apart = (found - expected).abs().max() / expected.abs().max()
+        assert apart < 4e-7
+        logits.append(found)
     assert not torch.allclose(*logits, rtol=1e-2, atol=1e-4)
     with pytest.raises(UserError, match=r"weights of a model that multiplies nothing.*remove"):
         weights_of(f"hf:{target}", ours)

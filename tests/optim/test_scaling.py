@@ -1,6 +1,8 @@
 """What learning rates are times at another shape: by hand, from the shapes of two models."""
 
 import copy
+import re
+import warnings
 
 import pytest
 import torch
@@ -197,6 +199,16 @@ def test_patterns_and_roles_keep_factors_and_roles_their_names():
     MARS(groups)  # takes them
 
 
+@pytest.mark.parametrize("shape", [(2, 128, 128), (3, 64, 128), (2, 64, 129)])
+def test_a_base_that_is_larger_is_warned_of(shape):
+    large, small = Own(*shape), Own(2, 64, 128)
+    with pytest.warns(UserWarning, match="the base has .* parameters, the model .*: rates are"):
+        transfer_factors(small, large)
+    with warnings.catch_warnings(action="error"):
+        transfer_factors(large, small)
+        transfer_factors(small, small)
+
+
 def test_refusals_name_the_parameter_and_the_remedy():
     base = Own(2, 64, 128)
     with pytest.raises(ValueError, match="the multiplier 'logits', here 0.5: let it, and name it"):
@@ -212,6 +224,14 @@ def test_refusals_name_the_parameter_and_the_remedy():
     large.norm = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"norm\.weight has 2 dims, but 1 in the base"):
         transfer_factors(large, base)
+    for pair, option in (((None, base), "model"), ((base, {"width": 64}), "base")):
+        with pytest.raises(TypeError, match=f"^{option} must be a module, got a "):
+            transfer_factors(*pair)
+    flat = nn.Linear(4, 4)
+    assert transfer_factors(flat, flat).multipliers["residual"] == 1
+    for depth in ("1/L", "1/sqrt(L)"):
+        with pytest.raises(ValueError, match=f"{re.escape(depth)}.* Linear has no module of numb"):
+            transfer_factors(flat, flat, depth=depth)
     with pytest.raises(ValueError, match="depth must be one of none, "):
         transfer_factors(base, base, depth="L")
     with pytest.raises(ValueError, match=r"factors has no parameter 'more\.weight'"):

@@ -31,6 +31,8 @@ def test_each_role_is_told_with_what_it_gets():
     assert ("matrix", "20", "0.005774", "0.005774", "0.1732", "1e-08") in rows
     assert ("head", "1", "0.02", "0.01", "0.1", "3.333e-09") in rows
     assert ("vector", "20", "ones", "0.01", "0.1", "6.667e-10") in rows
+    advice = " ".join(lines[-2:])
+    assert "root of the batch" in advice and "tokens^-0.32" in advice and "arXiv" in advice
     text = base_line(config, whole)
     assert text.startswith("2 layers, 4 heads (2 of keys and values), width 256 (MLP 768)")
     assert text.endswith("multipliers logits 0.333333, residual 0.2, attention 1")

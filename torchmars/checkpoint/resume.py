@@ -18,6 +18,7 @@ from torchmars.config.history import check_gone
 from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
+from torchmars.core.words import or_none
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.models import family
 from torchmars.optim import MARS
@@ -182,8 +183,3 @@ def as_set(settings: dict[str, Any], name: str, before: str = "") -> str:
     of_size = family(settings["model.name"]).settings.sizes.get(size, {})
     key = name.removeprefix("model.")
     return f"not set (size {size} has {of_size[key]})" if key in of_size else "not set"
-
-
-def or_none(value: Any) -> Any:
-    """Return a value as a line says it."""
-    return "none" if value is None else value

@@ -24,6 +24,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import exit_on_user_error
 from torchmars.core.options import take_options
 from torchmars.core.tables import table
+from torchmars.core.words import or_none
 from torchmars.records.run import read_run
 
 
@@ -74,7 +75,7 @@ def other_values(run: Path, config: ResolvedConfig) -> Iterator[tuple[str, str]]
         derived = name in OF_RANKS and now in (None, "auto")
         pinned = str(now).startswith(HF) and str(was).startswith(f"{now}@")
         if was != now and not derived and not pinned:
-            yield name, " -> ".join("none" if each is None else toml(each) for each in (was, now))
+            yield name, " -> ".join(or_none(each, toml) for each in (was, now))
 
 
 def set_values(config: ResolvedConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torchmars.comparison.results import Grid
 from torchmars.comparison.study import Study
 from torchmars.comparison.words import seeds_text
 from torchmars.config import ResolvedConfig
-from torchmars.config.load import load_command
+from torchmars.config.load import load_command, require_config
 from torchmars.core.bounds import Place, Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import (
@@ -30,14 +30,16 @@ from torchmars.core.options import words
 from torchmars.core.words import counted
 
 PROG = "torchmars transfer"
+# A base, which the smallest size replaces: so depth, decay and embedding may be set without one.
+BASE = {"transfer": {"size": "smallest"}}
 
 
 @dataclass
 class CheckTransfer(TrialOptions):
     """Check that learning rates of a small model hold for larger ones.
 
-    The smallest size is the base: it names the config's [transfer] anew, of which depth, decay and
-    embedding stay. Every size is trained at every rate. Prints and writes the best rate of each
+    The smallest size is the base, whichever [transfer] names, of which depth, decay and embedding
+    stay. Every size is trained at every rate. Prints and writes the best rate of each
     size, and a plot with a line for each. Whatever ends it, the same command resumes.
     """
 
@@ -61,12 +63,12 @@ class CheckTransfer(TrialOptions):
 def main() -> None:
     """Check, or train, the sizes that the command line names."""
     with exit_on_user_error():
-        options, config, rest = load_command(CheckTransfer, sys.argv[1:], PROG)
+        options, config, rest = load_command(CheckTransfer, sys.argv[1:], PROG, [(PROG, BASE)])
         widths = read_sizes(options.widths, "--widths")
         depths = read_sizes(options.depths, "--depths")
         if max(len(widths), len(depths)) < 2:
             raise UserError("name two sizes or more: --widths 64,128,256, or --depths 2,4,8")
-        grid = check_training(options, config) if not options.check else {}
+        grid = {} if options.check else check_training(options, config, rest)
         from torchmars.comparison import sizes  # it brings torch, and mistakes are said before
 
         if options.check:
@@ -95,8 +97,9 @@ def read_sizes(text: str | None, option: str) -> list[int]:
     return sorted({int(word) for word in found})
 
 
-def check_training(options: CheckTransfer, config: ResolvedConfig) -> Grid:
+def check_training(options: CheckTransfer, config: ResolvedConfig, arguments: list[str]) -> Grid:
     """Return the rates to try. Raises `UserError` for what trials cannot do without."""
+    require_config(arguments, PROG)
     if options.lr_grid is None:
         raise UserError("--lr-grid is missing: give the learning rates to try, or --check")
     check_options(options, config)

@@ -77,6 +77,7 @@ def measured(config: ResolvedConfig, steps: int, seed: int = 0) -> dict[str, flo
     factors = factors_of(model, config.transfer)
     init_weights(model, seed, None, None if factors is None else factors.std)
     optimizer = build_optimizer(config, model)
+    optimizer.compile = False  # it takes longer than the steps
     generator = torch.Generator().manual_seed(seed)
     rows, length = min(VOCABULARY, model.vocab_rows), min(LENGTH, model.seq_len)
     tokens = torch.randint(rows, (SEQUENCES, length + 1), generator=generator)

@@ -26,11 +26,15 @@ def interval_text(difference: Estimate) -> str:
 
 
 def share(value: Estimate | None) -> str:
-    """Return a share saved with its interval; nothing if it is not known."""
+    """Return a share saved, or needed more, with its interval; nothing if it is not known."""
     if value is None:
         return ""
-    interval = "" if value.low is None else f" ({value.low:.1%} to {value.high:.1%})"
-    return f"{value.mean:.1%}{interval}"
+    mean, *ends = value.mean, value.low, value.high
+    more = round(mean, 3) < 0
+    if more:
+        mean, *ends = (None if each is None else -each for each in (mean, value.high, value.low))
+    low, high = ("" if each is None else f"{each:z.1%}" for each in ends)
+    return f"{mean:z.1%}{' more' * more}{low and f' ({low} to {high})'}"
 
 
 def seeds_text(seeds: list[int]) -> str:

@@ -65,15 +65,17 @@ T = TypeVar("T")
 SINGLE, MIXTURE = {"source", "files"}, {"mixture"}
 
 
-def load_command(kind: type[T], args: list[str], prog: str) -> tuple[T, ResolvedConfig, list[str]]:
+def load_command(
+    kind: type[T], args: list[str], prog: str, before: Sequence[NamedTables] = ()
+) -> tuple[T, ResolvedConfig, list[str]]:
     """Return a command's own options, the dataclass `kind`, the config of the rest, and the rest.
 
-    `--help` prints both with their defaults and exits. Raises `UserError` for anything the user
-    got wrong.
+    `before` are settings of the command, which all others override. `--help` prints both with their
+    defaults and exits. Raises `UserError` for anything the user got wrong.
     """
     print_help(args, prog, kind)
     options, rest = take_options(kind, args)
-    return options, config_of(load_sources(rest, prog, kind)), rest
+    return options, config_of([*before, *load_sources(rest, prog, kind)]), rest
 
 
 def load_config(args: list[str], prog: str) -> ResolvedConfig:
@@ -337,7 +339,7 @@ def parse_overrides(args: list[str], own: Sequence[str] = ()) -> Tables:
         *path, key = option.removeprefix("--").replace("-", "_").split(".")
         if not (option.startswith("--") and path and key):
             remedy = REMEDIES.get(option) or question(nearest(option, own, 0.8)).strip()
-            remedy = remedy or remedy_for(key if option.startswith("--") else "")
+            remedy = remedy or remedy_for(key if option.startswith("--") else "", own)
             raise UserError(f"cannot read the argument {option!r}: {remedy}")
         following = [] if equals else list(takewhile(is_value, args[1:]))
         args = args[1 + len(following) :]
@@ -355,11 +357,17 @@ def parse_overrides(args: list[str], own: Sequence[str] = ()) -> Tables:
     return tables
 
 
-def remedy_for(name: str) -> str:
-    """Return what to write instead of `name` on the command line, which says no section."""
+def remedy_for(name: str, own: Sequence[str] = ()) -> str:
+    """Return what to write instead of `name` on the command line, which says no section.
+
+    A command that tries values of a setting has an option of its `own` for them.
+    """
     near = name if name in SECTIONS else name and setting_meant(Config, [], name)
     if near in SECTIONS:
         return section_remedy(near)
+    grid = f"--{near.rpartition('.')[2].replace('_', '-')}-grid"
+    if grid in own:
+        return f"did you mean {grid}?"
     short = {setting: option for option, setting in SHORT.items()}
     return f"did you mean {short.get(f'--{near}', f'--{near}')}?" if near else OVERRIDES
 

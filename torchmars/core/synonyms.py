@@ -77,6 +77,8 @@ SYNONYMS = {
     "metrics.wandb": "enable_wandb wandb_log use_wandb",
     "interval": "every steps freq frequency period",
 }
+# A section whose settings have the names of another one's.
+ALIKE = {"transfer": "model"}
 # Settings of these names say little without their section.
 GENERIC = {"decay", "every", "files", "folder", "interval", "limit", "memory", "mode", "name"}
 GENERIC |= {"path", "size", "source", "start", "steps", "verify"}

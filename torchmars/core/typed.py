@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from torchmars.core.errors import UserError
-from torchmars.core.synonyms import GENERIC, ours, spelled_plainly
+from torchmars.core.synonyms import ALIKE, GENERIC, ours, spelled_plainly
 
 T = TypeVar("T")
 Path = Sequence[int | str]  # the keys and indices that lead to a value
@@ -132,8 +132,9 @@ def setting_meant(kind: Any, above: Path, key: str) -> str:
     alone, bare, others = names_alone(settings), spelled_plainly(key), ours(key)
     if bare in known:  # in other letters
         return ".".join([*owner, bare])
+    sections = "", *owner[:1], *(ALIKE[each] for each in owner[:1] if each in ALIKE)
     for section, _, name in (each.rpartition(".") for each in others):
-        if name in known and section in ("", *owner[:1]):
+        if name in known and section in sections:
             return ".".join([*owner, name])
     near = nearest(key, known, likeness=1) if owner else ""
     if near and bare not in alone:
@@ -145,6 +146,7 @@ def setting_meant(kind: Any, above: Path, key: str) -> str:
         return other
     if not owner and bare not in GENERIC:
         alone |= {each.replace(".", "_"): each for each in settings}  # training_steps
+        alone |= {each: each for each in known}
         if near := nearest(key, [*alone], OF_SETTING):
             return alone[near]
     near = "" if bare in GENERIC else nearest(key, known, OF_SETTING)

@@ -1,5 +1,6 @@
 """The corpus: its files or shards in a fixed order, and the pieces that tasks share."""
 
+import contextlib
 import functools
 import os
 import re
@@ -132,17 +133,20 @@ def load_dataset(source: DataSource) -> Any:
     Raises `UserError`.
     """
     with needs_package("datasets", "a source of Hugging Face"):
-        import datasets
+        from torchmars.data import hub
     name, _, revision = source.dataset.partition("@")
-    if os.path.exists(source.dataset):
+    local = os.path.exists(source.dataset)
+    if local:
         name, revision = source.dataset, ""
     options = {"revision": revision} if revision else {}
+    problem = ""
     try:
-        data = datasets.load_dataset(
-            name, source.config or None, split=source.split, streaming=True, **options
-        )
+        with contextlib.nullcontext("") if local else hub.hub_or_cache() as problem:
+            data = hub.datasets.load_dataset(
+                name, source.config or None, split=source.split, streaming=True, **options
+            )
     except Exception as error:  # whatever its loader, its network or its files have raised
-        remedy = "check its name, config and split, and the network"
+        remedy = problem or "check its name, config and split, and the network"
         if NEEDS_SCRIPT.search(str(error)):
             remedy = (
                 "it needs a loading script, which is not run: name a revision without one, such as "

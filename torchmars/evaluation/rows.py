@@ -117,7 +117,7 @@ def read_file(file: Path) -> list[Row]:
 def download(task: Task, split: str) -> list[Row]:
     """Return the rows of a task's split on the hub. Raises `UserError`."""
     with needs_package("datasets", "a task of the hub"):
-        from torchmars.evaluation import hub
+        from torchmars.data import hub
     with hub.hub_or_cache() as problem:
         try:
             return list(hub.datasets.load_dataset(task.dataset, task.config, split=split))

@@ -1,5 +1,6 @@
 """A model beside the base whose learning rates it takes: the section [transfer]."""
 
+import warnings
 from dataclasses import fields, replace
 
 import torch
@@ -31,9 +32,17 @@ def base_of(model: Model, transfer: TransferConfig) -> Model:
         like = replace(args, **shape, multipliers=Multipliers())
         like.check()
         with torch.device("meta"):
-            return type(model)(like)
+            base = type(model)(like)
     except UserError as error:
         raise UserError(f"transfer: its base cannot be built: {error}") from None
+    for name, value in shape.items():
+        own = getattr(args, name)
+        if None not in (own, value) and (own == 0) != (value == 0):  # such as experts
+            raise UserError(
+                f"transfer: its base has {name} = {value}, where model.{name} = {own}: both must "
+                "be of one kind"
+            )
+    return base
 
 
 def factors_of(model: Model, transfer: TransferConfig) -> TransferFactors | None:
@@ -48,9 +57,10 @@ def factors_of(model: Model, transfer: TransferConfig) -> TransferFactors | None
     applied = vars(type(model)).get("multipliers", Model.multipliers)
     how = {"depth": transfer.depth, "decay": transfer.decay}
     try:
-        factors = transfer_factors(
-            model, base, embedding=transfer.embedding, applied=applied, **how
-        )
+        with warnings.catch_warnings(action="ignore"):  # plan warns of it
+            factors = transfer_factors(
+                model, base, embedding=transfer.embedding, applied=applied, **how
+            )
     except ValueError as error:
         raise UserError(f"transfer: {error}") from None
     if transfer.depth == "none":

@@ -6,6 +6,7 @@ for each tensor the scale of its initial values, its lr, decay and eps follow fr
 """
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -149,15 +150,14 @@ def transfer_factors(
         applied: the multipliers that the model applies, by name. None: those that its attribute
             `multipliers` names.
 
-    Raises `ValueError` for a model that does not apply a multiplier that is not 1, and for a
-    parameter that the base has not, or with another number of dims.
+    Warns of a base that is larger. Raises `ValueError` for a model that does not apply a multiplier
+    that is not 1, for a parameter that the base has not, or with another number of dims, and for a
+    `depth` of a model without blocks.
     """
-    for option, given, names in (("depth", depth, DEPTHS), ("decay", decay, ("kept", "coupled"))):
-        if given not in names:
-            raise ValueError(f"{option} must be one of {', '.join(names)}, got {given!r}")
-    ours, theirs = _Parameters(model), _Parameters(base)
+    _check(model, base, depth, decay)
     blocks, count = _blocks(model)
-    layers = count / _blocks(base)[1]
+    layers = max(count, 1) / max(_blocks(base)[1], 1)
+    ours, theirs = _Parameters(model), _Parameters(base)
     twins = {name: _twin(name, ours, theirs, name.startswith(blocks)) for name in ours.roles}
     std = {}
     for name, role in ours.roles.items():
@@ -179,6 +179,28 @@ def transfer_factors(
                 f"here {value:g}: let it, and name it in its attribute multipliers"
             )
     return TransferFactors(multipliers, std, twins, layers, DEPTHS[depth], decay, embedding)
+
+
+def _check(model: nn.Module, base: nn.Module, depth: str, decay: str) -> None:
+    """Refuse what `transfer_factors` cannot take, and warn of a base that is larger."""
+    for option, module in (("model", model), ("base", base)):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{option} must be a module, got a {type(module).__name__}")
+    for option, given, names in (("depth", depth, DEPTHS), ("decay", decay, ("kept", "coupled"))):
+        if given not in names:
+            raise ValueError(f"{option} must be one of {', '.join(names)}, got {given!r}")
+    if depth != "none" and not _blocks(model)[1]:
+        raise ValueError(
+            f'depth = "{depth}" has no meaning: {type(model).__name__} has no module of numbered '
+            'blocks, such as nn.ModuleList: leave it "none"'
+        )
+    own, of_base = (sum(each.numel() for each in one.parameters()) for one in (model, base))
+    if own < of_base:
+        warnings.warn(
+            f"the base has {of_base:,} parameters, the model {own:,}: rates are shown to hold from "
+            "small models to large ones",
+            stacklevel=3,
+        )
 
 
 def plain(name: str) -> str:
@@ -225,7 +247,7 @@ def _sides(shape: tuple[int, ...], cut: Settings) -> list[tuple[int, int]]:
 def _blocks(model: nn.Module) -> tuple[str, int]:
     """Return what the names of all blocks' parameters begin with, and how many blocks there are.
 
-    Blocks are the numbered members of a module: of the one with most parameters.
+    Blocks are the numbered members of a module: of the one with most parameters. 0: there are none.
     """
     found = [
         (sum(each.numel() for each in module.parameters()), f"{plain(path)}.".lstrip("."), count)
@@ -233,7 +255,7 @@ def _blocks(model: nn.Module) -> tuple[str, int]:
         if (count := len(names := [name for name, _ in module.named_children()]))
         if all(name.isdecimal() for name in names)
     ]
-    _, prefix, count = max(found, default=(0, "\n", 1), key=lambda each: each[0])
+    _, prefix, count = max(found, default=(0, "\n", 0), key=lambda each: each[0])
     return prefix, count
 
 

@@ -11,6 +11,10 @@ from torchmars.models.base import base_of, factors_of
 from torchmars.optim import MARS
 
 SMALL = 256  # a narrower base tells less: Yang et al. 2022, arXiv 2203.03466, section 4
+OF_LENGTH = (
+    "rates are for the batch and the steps that the base was tuned with: they go about with the",
+    "root of the batch under Adam (arXiv 2205.10287), and with tokens^-0.32 (arXiv 2603.28743)",
+)
 HEADINGS = "role", "tensors", "std at the start", "lr", "weight decay", "eps"
 
 
@@ -27,7 +31,8 @@ def transferred(config: ResolvedConfig, model: Model, optimizer: MARS) -> list[s
             std = model.init_std(name)
             begins = "ones" if std is None else f"{std * factors.std.get(name, 1.0):.4g}"
             rows[group["role"], begins, *settings] += 1
-    return table([HEADINGS, *((role, str(count), *rest) for (role, *rest), count in rows.items())])
+    roles = [(role, str(count), *rest) for (role, *rest), count in rows.items()]
+    return [*table([HEADINGS, *roles]), *OF_LENGTH]
 
 
 def beyond_family(config: ResolvedConfig, model: Model) -> Iterator[str]:

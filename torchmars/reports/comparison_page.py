@@ -29,7 +29,7 @@ ABOUT = (
 )
 SAVED = (
     "Tokens and time saved are the shares of the baseline's that an optimizer does not need for "
-    "the baseline's final loss, with their 95% intervals. Below 0 it needs more."
+    "the baseline's final loss, with their 95% intervals. 20% more: that it needs so much more."
 )
 
 

@@ -1,4 +1,4 @@
-"""Tasks of the hub where there is no network: a line and code 2, soon."""
+"""Data sets of the hub where there is no network: a line and code 2, soon."""
 
 import os
 import socket
@@ -10,8 +10,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from tests.support.commands import ROOT
+from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
-from torchmars.evaluation.hub import hub_or_cache, hub_problem
+from torchmars.data.corpus import load_dataset
+from torchmars.data.hub import hub_or_cache, hub_problem
 from torchmars.evaluation.rows import read_tasks
 
 datasets = pytest.importorskip("datasets")
@@ -71,6 +73,26 @@ def test_without_a_hub_the_cache_alone_is_asked(closed, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"text": "one two"}])
     [(_, [question])] = read_tasks(["lambada"]).items()  # as it is in the cache
     assert question.answers == ("two",)
+
+
+def test_a_data_set_is_not_asked_for_again_and_again(closed, monkeypatch, capfd, tmp_path):
+    """One of the hub: a local one needs no hub."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", closed)
+    asked = []
+
+    def load(*_, **__):
+        asked.append(constants.HF_HUB_OFFLINE)
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for name, reason in (("a/b", f"{closed} cannot be reached"), (str(tmp_path), "check its name")):
+        load_dataset.cache_clear()
+        with pytest.raises(UserError, match=rf"data set {name} \(Conn.*offline\): {reason}"):
+            load_dataset(parse_source(f"hf:{name}"))
+    assert asked == [True, False] and capfd.readouterr() == ("", "")
+    load_dataset.cache_clear()
 
 
 def test_who_has_asked_for_the_cache_is_not_asked_for_a_hub(closed, monkeypatch):
