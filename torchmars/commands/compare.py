@@ -3,9 +3,8 @@
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -102,7 +101,8 @@ def main() -> None:
         require_config(rest, PROG)
         study = make_study(options, config, rest)
         check_trials(study)
-        if not run_study(study, options, partial(comparison_heading, study)):
+        own = "each optimizer has its own [optimizer] section; the config's is not used"
+        if not run_study(study, options, own):
             raise Ended(EXIT_STOPPED)
 
 
@@ -223,16 +223,17 @@ def check_trials(study: Study) -> None:
                 )
 
 
-def run_study(study: Study, options: TrialOptions, heading: Callable[[str], list[str]]) -> bool:
+def run_study(study: Study, options: TrialOptions, about: str) -> bool:
     """Run the trials that are left; print and write results. Return whether all trials ended.
 
-    `heading` says what is run, given how in words. Raises `UserError`.
+    `about` says more of the contenders. Raises `UserError`.
     """
     # Here, since they bring torch, and mistakes are said before.
     from torchmars.comparison import execution, summary
     from torchmars.reports.comparison_plots import plot_comparison
 
     runner = execution.make_runner(study, options.jobs or 1, options.slurm)
+    heading = study_heading(study, about, runner.describe())
     folder = str(study.folder)
     with (
         file_errors(f"cannot write to {folder}", "set --folder to one you can write"),
@@ -240,7 +241,7 @@ def run_study(study: Study, options: TrialOptions, heading: Callable[[str], list
     ):
         study.folder.mkdir(parents=True, exist_ok=True)
         settings = check_settings(study)
-        say(*heading(runner.describe()))
+        say(*heading)
         keep_compiled_in(study.folder / "compile_cache", "--folder")
         runner.prepare()
         write_durably(study.folder / SETTINGS_FILE, tomli_w.dumps(settings))
@@ -262,14 +263,13 @@ def run_study(study: Study, options: TrialOptions, heading: Callable[[str], list
     return complete
 
 
-def comparison_heading(study: Study, how: str) -> list[str]:
-    """Return lines on the comparison before it starts."""
-    training = study.base.training
+def study_heading(study: Study, about: str, how: str) -> list[str]:
+    """Return lines on a study before it starts. Raises `UserError` for a trial that cannot be."""
+    training, names = study.base.training, [each.name for each in study.contenders]
     first = [study.tuning(each, study.lrs) for each in study.contenders]
-    least = sum(map(len, first)) + len(study.contenders) * (len(study.seeds) - 1)
-    own = "each optimizer has its own [optimizer] section; the config's is not used"
+    least = sum(map(len, first)) + len(names) * (len(study.seeds) - 1)
     return [
-        *labelled("compare", ", ".join(each.name for each in study.contenders), own),
+        *labelled("compare" if study.kind == "optimizer" else "transfer", ", ".join(names), about),
         *labelled(
             "trials",
             f"at least {least}, each of {counted(training.steps, 'step')} "

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +13,10 @@ from torchmars.commands.compare import (
     run_study,
 )
 from torchmars.comparison.results import Grid
-from torchmars.comparison.study import Study
-from torchmars.comparison.words import seeds_text
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command, require_config
 from torchmars.core.bounds import Place, Range
-from torchmars.core.console import labelled, say
+from torchmars.core.console import say
 from torchmars.core.errors import (
     EXIT_STOPPED,
     Ended,
@@ -27,7 +24,6 @@ from torchmars.core.errors import (
     exit_on_user_error,
 )
 from torchmars.core.options import words
-from torchmars.core.words import counted
 
 PROG = "torchmars transfer"
 # A base, which the smallest size replaces: so depth, decay and embedding may be set without one.
@@ -82,9 +78,7 @@ def main() -> None:
         study = sizes.SizeStudy(
             folder, rest, base, contenders, grid, seeds, None, options.widen, False
         )
-        # Here, so that a trial that cannot be is told before anything is written.
-        trials = sum(len(study.tuning(size, grid["lr"])) for size in contenders)
-        if not run_study(study, options, partial(transfer_heading, study, trials)):
+        if not run_study(study, options, f"the base is {contenders[0].name}"):
             raise Ended(EXIT_STOPPED)
 
 
@@ -106,14 +100,3 @@ def check_training(options: CheckTransfer, config: ResolvedConfig, arguments: li
     grid = read_grid({"lr": options.lr_grid, "lr_rest": options.lr_rest_grid})
     check_grid(options, grid, [config.optimizer.name])
     return grid
-
-
-def transfer_heading(study: Study, trials: int, how: str) -> list[str]:
-    """Return lines on the sizes before they are trained, in so many trials at least."""
-    names = [size.name for size in study.contenders]
-    return [
-        *labelled("transfer", ", ".join(names), f"the base is {names[0]}"),
-        *labelled("trials", f"at least {trials}, with {seeds_text(study.seeds)}", how),
-        *labelled("steps", f"{counted(study.base.training.steps, 'step')} each"),
-        *labelled("folder", str(study.folder)),
-    ]

@@ -7,8 +7,7 @@ coordinate check of Yang et al. 2022 (arXiv 2203.03466, appendix D).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,32 +34,36 @@ def sized(config: C, width: int | None = None, depth: int | None = None) -> C:
     With the width grow the settings that the family's `grows` names. Raises `UserError` where these
     are no whole numbers, and for a family that names none.
     """
-    model = build_run_model(replace(config, transfer=TransferConfig()), VOCABULARY)
-    changed = {} if depth is None else {"n_layer": depth}
+    model = build_run_model(bare(config), VOCABULARY)
+    changed: dict[str, Any] = {} if depth is None else {"n_layer": depth}
     if width is not None and width != model.width:
         if not model.settings.grows:
             raise UserError(
                 f'model.name = "{config.model.name}" does not say what grows with its width: name '
                 "those settings as grows of its settings"
             )
-        growing = {name: getattr(model.args, name) for name in model.settings.grows}
-        growing = {name: value for name, value in growing.items() if value is not None}
+        growing = {name: getattr(model.args, name) or 0 for name in model.settings.grows}
         step = model.width // math.gcd(model.width, *growing.values())
         for name, value in growing.items():
-            grown = value * Fraction(width, model.width)
-            if grown.denominator != 1:
+            if value * width % model.width:
+                times = width / model.width
                 raise UserError(
-                    f"width {width} is {float(grown / value):g} times {model.width}, and so "
-                    f"model.{name} = {value} would be {float(grown):g}: choose multiples of {step}"
+                    f"width {width} is {times:g} times {model.width}, and so model.{name} = "
+                    f"{value} would be {value * times:g}: choose multiples of {step}"
                 )
-            changed[name] = int(grown)
-    values: dict[str, Any] = changed
-    return replace(config, model=replace(config.model, **values))
+            if value:
+                changed[name] = value * width // model.width
+    return replace(config, model=replace(config.model, **changed))
+
+
+def bare(config: C) -> C:
+    """Return a config without a base."""
+    return replace(config, transfer=TransferConfig())
 
 
 def based(config: C, base: Config) -> C:
     """Return a config whose [transfer] names the model of another config as the base."""
-    model = build_run_model(replace(base, transfer=TransferConfig()), VOCABULARY)
+    model = build_run_model(bare(base), VOCABULARY)
     names = shape_fields({"": model.settings})
     shape: dict[str, Any] = {name: getattr(model.args, name) for name in names}
     return replace(config, transfer=replace(config.transfer, size=None, **shape))
@@ -151,11 +154,11 @@ def exponents(sizes: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
 def coordinates(
     config: ResolvedConfig,
     numbers: Sequence[int],
-    along: Literal["width", "depth"] = "width",
+    along: str = "width",
     steps: int = 4,
     without: bool = False,
 ) -> dict[int, dict[str, float]]:
-    """Return the sizes, as of `measured`, at each width, or at so many blocks.
+    """Return the sizes, as of `measured`, at each width, or each number of blocks ("depth").
 
     The least of the `numbers` is the base, with the rest of [transfer] as the config has it.
     `without`: nothing is transferred. Raises `UserError`.
@@ -164,6 +167,5 @@ def coordinates(
     found = {}
     for number in sorted(numbers):
         large = sized(config, **{along: number})
-        large = replace(large, transfer=TransferConfig()) if without else based(large, base)
-        found[number] = measured(large, steps)
+        found[number] = measured(bare(large) if without else based(large, base), steps)
     return found

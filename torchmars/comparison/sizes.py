@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torchmars.comparison.contenders import Contender
-from torchmars.comparison.coordinates import based, coordinates, exponents, sized
+from torchmars.comparison.coordinates import bare, based, coordinates, exponents, sized
 from torchmars.comparison.rates import rate_of
 from torchmars.comparison.results import Kind, Settings
 from torchmars.comparison.study import Study
-from torchmars.config import ResolvedConfig, TransferConfig
+from torchmars.config import ResolvedConfig
 from torchmars.config.load import without_none
 from torchmars.core.tables import table
 
@@ -44,24 +44,23 @@ def check_sizes(
     """
     config = sized(config, min(widths, default=None), min(depths, default=None))
     lines, good = [], True
-    checks: list[tuple[Literal["width", "depth"], list[int], dict[str, float]]]
-    checks = [("width", widths, NEAR_OF_WIDTH), ("depth", depths, NEAR_OF_DEPTH)]
-    for along, numbers, near in checks:
-        for bare in (False, True) if without else (False,):
-            if len(numbers) < 2:
-                continue
-            sizes = coordinates(config, numbers, along, STEPS, bare)
+    for along, numbers, near in (
+        ("width", widths, NEAR_OF_WIDTH),
+        ("depth", depths, NEAR_OF_DEPTH),
+    ):
+        for plain in (False, True)[: (len(numbers) > 1) * (1 + without)]:
+            sizes = coordinates(config, numbers, along, STEPS, plain)
             powers = exponents(sizes)
             # A power that is no number is wrong too.
-            wrong = [place for place in near if not abs(powers.get(place, 0.0)) <= near[place]]
-            good = good and (bare or not wrong)
-            heads = [f"after {STEPS} steps{', without' if bare else ''}", *map(str, sizes), "power"]
-            rows = [
-                [place, *(f"{each[place]:.3g}" for each in sizes.values())]
-                + [f"{power:+.2f}{' !' if place in wrong else '  '}"]
-                for place, power in powers.items()
-            ]
-            lines += [*table([heads, *rows], right=range(1, len(heads))), ""]
+            wrong = {place for place in near if not abs(powers.get(place, 0.0)) <= near[place]}
+            good = good and (plain or not wrong)
+            head = f"after {STEPS} steps{', without' * plain}"
+            rows = [[head, *map(str, sizes), "power"]]
+            for place, power in powers.items():
+                mark = " !" if place in wrong else "  "
+                values = (f"{each[place]:.3g}" for each in sizes.values())
+                rows.append([place, *values, f"{power:+.2f}{mark}"])
+            lines += [*table(rows, right=range(1, len(rows[0]))), ""]
     lines.append(
         "Sizes stay the same: learning rates transfer."
         if good
@@ -82,27 +81,19 @@ def find_sizes(
     base = sized(config, *least)
     pairs: list[tuple[int | None, int | None]] = [(width, least[1]) for width in sorted(widths)]
     pairs += [(least[0], depth) for depth in sorted(depths)]
-    contenders: dict[str, Contender] = {}
-    for pair in pairs:
-        large = sized(config, *pair)
-        name = "-".join(
-            f"{what}{number}"
-            for what, number in zip(("width", "depth"), pair)
-            if number is not None
-        )
-        contenders[name] = contender(name, based(large, base))
-        if without and pair != least:
-            plain = contender(name + WITHOUT, large, TransferConfig())
-            contenders[plain.name] = plain
-    return based(base, base), list(contenders.values())
+    contenders = []
+    for width, depth in dict.fromkeys(pairs):
+        large = sized(config, width, depth)
+        named = {"width": width, "depth": depth}
+        name = "-".join(f"{what}{number}" for what, number in named.items() if number)
+        contenders.append(contender(name, based(large, base)))
+        if without and (width, depth) != least:
+            contenders.append(contender(name + WITHOUT, bare(large)))
+    return based(base, base), contenders
 
 
-def contender(
-    name: str, config: ResolvedConfig, transfer: TransferConfig | None = None
-) -> Contender:
+def contender(name: str, config: ResolvedConfig) -> Contender:
     """Return the contender of a size, with its [model] and [transfer]."""
-    tables = asdict(config) | {"transfer": asdict(transfer or config.transfer)}
-    model, optimizer, base = (
-        without_none(tables[section]) for section in ("model", "optimizer", "transfer")
-    )
-    return Contender(name, optimizer, {"model": model, "transfer": base})
+    tables = without_none(asdict(config))
+    own = {section: tables[section] for section in ("model", "transfer")}
+    return Contender(name, tables["optimizer"], own)
