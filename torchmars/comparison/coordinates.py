@@ -110,10 +110,7 @@ def places(model: Model, tokens: Tensor, first: Tensor) -> dict[str, float]:
     block = list(model.blocks.values())[-1]
 
     def keep(place: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            found[place] = rms(output)
-
-        return hook
+        return lambda module, inputs, output: found.update({place: rms(output)})
 
     def keep_logits(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         q, k = inputs[:2]

@@ -29,12 +29,12 @@ def share(value: Estimate | None) -> str:
     """Return a share saved, or needed more, with its interval; nothing if it is not known."""
     if value is None:
         return ""
-    mean, *ends = value.mean, value.low, value.high
-    more = round(mean, 3) < 0
+    ends = [value.low, value.mean, value.high]
+    more = round(value.mean, 3) < 0
     if more:
-        mean, *ends = (None if each is None else -each for each in (mean, value.high, value.low))
-    low, high = ("" if each is None else f"{each:z.1%}" for each in ends)
-    return f"{mean:z.1%}{' more' * more}{low and f' ({low} to {high})'}"
+        ends = [None if each is None else -each for each in reversed(ends)]
+    low, mean, high = ("" if each is None else f"{each:z.1%}" for each in ends)
+    return f"{mean}{' more' * more}{low and f' ({low} to {high})'}"
 
 
 def seeds_text(seeds: list[int]) -> str:

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from torchmars.config import Config, ModelConfig, TransferConfig
+from torchmars.config import Config, ModelConfig
 from torchmars.config.fields import require
 from torchmars.config.model import MODELS, OWN, family_settings, model_class
 from torchmars.core.errors import UserError
@@ -28,13 +28,10 @@ def family(name: str) -> type[Model]:
     return found
 
 
-def build_model(
-    config: ModelConfig, vocab_size: int, seq_len: int, transfer: TransferConfig | None = None
-) -> Model:
+def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
     """Make the model of a config on the current default device, its weights not yet initialised.
 
-    `vocab_size` is the tokenizer's. Raises `UserError` for a shape that cannot be built, and for a
-    `transfer` that the model cannot have.
+    `vocab_size` is the tokenizer's. Raises `UserError` for a shape that cannot be built.
     """
     kind = family(config.name)
     if config.size not in kind.settings.sizes:
@@ -44,7 +41,7 @@ def build_model(
     model = kind(args)
     missing = [field for field in Model.__annotations__ if not hasattr(model, field)]
     require(not missing, f"model.name: {MODELS[config.name]} must have {', '.join(missing)}")
-    return model if transfer is None else multiplied(model, transfer)
+    return model
 
 
 def title(config: ModelConfig) -> str:
@@ -75,12 +72,10 @@ def unknown_size(config: ModelConfig) -> UserError:
     )
 
 
-def build_meta_model(
-    config: ModelConfig, vocab_size: int, seq_len: int, transfer: TransferConfig | None = None
-) -> Model:
+def build_meta_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
     """Make the model of a config without memory: its shapes and names. As `build_model`."""
     with torch.device("meta"):
-        return build_model(config, vocab_size, seq_len, transfer)
+        return build_model(config, vocab_size, seq_len)
 
 
 def build_run_model(config: Config, vocab_size: int) -> Model:
@@ -88,4 +83,6 @@ def build_run_model(config: Config, vocab_size: int) -> Model:
 
     All that trains or uses a run's model makes it here. Raises `UserError`.
     """
-    return build_meta_model(config.model, vocab_size, config.training.seq_len, config.transfer)
+    model = build_meta_model(config.model, vocab_size, config.training.seq_len)
+    with torch.device("meta"):
+        return multiplied(model, config.transfer)

@@ -80,7 +80,6 @@ def multiplied(model: Model, transfer: TransferConfig) -> Model:
     Raises `UserError` if its family does not apply one that is not 1.
     """
     factors = factors_of(model, transfer)
-    multipliers = Multipliers() if factors is None else Multipliers(**factors.multipliers)
-    if multipliers == Multipliers():
+    if factors is None or {*factors.multipliers.values()} == {1}:
         return model
-    return type(model)(replace(model.args, multipliers=multipliers))
+    return type(model)(replace(model.args, multipliers=Multipliers(**factors.multipliers)))

@@ -18,7 +18,7 @@ from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.float8 import Float8Config
 from torchmars.core.device import is_gpu
-from torchmars.models import Model, build_meta_model
+from torchmars.models import Model, build_run_model
 from torchmars.models.attention import has_kernel
 from torchmars.models.moe import Experts
 from torchmars.optim import MARS
@@ -179,9 +179,7 @@ class FewBlocks:
                 parallelism = replace(parallelism, pp_blocks=(blocks,) * stages)
             shape: dict[str, Any] = {"n_layer": blocks * stages}
             smaller = replace(self.config.model, **shape)
-            whole = build_meta_model(
-                smaller, self.whole.vocab_rows, self.whole.seq_len, self.config.transfer
-            )
+            whole = build_run_model(replace(self.config, model=smaller), self.whole.vocab_rows)
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             small = fake_model(self.config, parallelism, whole, model.layout, fake)
             self.known[ends, blocks] = make_passes(small, self.config.training, rounds, fake)

@@ -27,6 +27,7 @@ ABOUT = (
     "Training time is the time of the steps: without validations, saves, and the time between a "
     "stop and the next start. Losses of training are those of one step each. A red stretch in the "
     "figure of the loss has steps that a rollback undid: they were made again with other data.",
+    "Learning rates are optimizer.lr on its schedule: of a run with [transfer] those of its base.",
     "Drag over a figure to zoom, over all curves at once along x; double-click to go back. A click "
     "in a legend hides a curve, the box of a run hides the run. The buttons of a figure zoom too, "
     "and save it as SVG. What is set stays when the page is loaded again. The page loads nothing "
