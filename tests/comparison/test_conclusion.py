@@ -14,8 +14,8 @@ from torchmars.comparison.results import (
     TrialResult,
 )
 from torchmars.comparison.summary import differences
-from torchmars.comparison.tables import lines, markdown
-from torchmars.comparison.words import seeds_text, share
+from torchmars.comparison.tables import difference_rows, lines, markdown
+from torchmars.comparison.words import interval_text, seeds_text, share
 from torchmars.reports.comparison_page import comparison_page
 
 GRID = {"lr": [1e-3, 2e-3], "gamma": [0.1, 0.2], "betas": [[0.9, 0.99]]}
@@ -60,6 +60,12 @@ def made(losses, baseline=None, state="done", seeds=3):
 )
 def test_a_share_saved_has_no_negative_zero_and_says_what_is_needed_more(value, text):
     assert share(value) == text
+
+
+def test_a_difference_that_is_rounded_to_nothing_is_not_negative():
+    assert interval_text(Estimate(0.0, -1e-6, 1e-6)) == "+0.0000 to +0.0000"
+    tiny = made({"muon": [1.0, 1.1], "mars-m": [1.0 + 1e-9, 1.1 + 1e-9]}, "mars-m", seeds=2)
+    assert difference_rows(tiny)[1][1] == "+0.0000"
 
 
 @pytest.mark.parametrize("baseline", [None, "muon", "mars-m"])

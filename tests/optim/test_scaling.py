@@ -225,13 +225,16 @@ def test_refusals_name_the_parameter_and_the_remedy():
     with pytest.raises(ValueError, match=r"norm\.weight has 2 dims, but 1 in the base"):
         transfer_factors(large, base)
     for pair, option in (((None, base), "model"), ((base, {"width": 64}), "base")):
-        with pytest.raises(TypeError, match=f"^{option} must be a module, got a "):
+        with pytest.raises(TypeError, match=f"^{option} must be a torch.nn.Module, got a "):
             transfer_factors(*pair)
     flat = nn.Linear(4, 4)
     assert transfer_factors(flat, flat).multipliers["residual"] == 1
     for depth in ("1/L", "1/sqrt(L)"):
         with pytest.raises(ValueError, match=f"{re.escape(depth)}.* Linear has no module of numb"):
             transfer_factors(flat, flat, depth=depth)
+    for option, value in (("embedding", "half"), ("embedding", -1), ("decay", None)):
+        with pytest.raises(ValueError, match=f"^{option} must be "):
+            transfer_factors(base, base, **{option: value})
     with pytest.raises(ValueError, match="depth must be one of none, "):
         transfer_factors(base, base, depth="L")
     with pytest.raises(ValueError, match=r"factors has no parameter 'more\.weight'"):

@@ -71,7 +71,7 @@ def of_the_others(
 def difference_text(row: Difference) -> str:
     """Return a row of the table of differences, with its sign, as a clause."""
     interval = interval_text(row.loss)
-    mean = f"{row.first} - {row.second} is {row.loss.mean:+.4f}"
+    mean = f"{row.first} - {row.second} is {row.loss.mean:+z.4f}"
     return f"{mean}, 95% interval {interval}" if interval else mean
 
 

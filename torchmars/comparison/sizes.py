@@ -59,7 +59,7 @@ def check_sizes(
             for place, power in powers.items():
                 mark = " !" if place in wrong else "  "
                 values = (f"{each[place]:.3g}" for each in sizes.values())
-                rows.append([place, *values, f"{power:+.2f}{mark}"])
+                rows.append([place, *values, f"{power:+z.2f}{mark}"])
             lines += [*table(rows, right=range(1, len(rows[0]))), ""]
     lines.append(
         "Sizes stay the same: learning rates transfer."

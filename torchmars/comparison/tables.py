@@ -52,7 +52,7 @@ def difference_rows(found: Comparison) -> Rows:
     exceeds = {True: "yes", False: "no", None: "not known"}
     rows = [["optimizers", "difference of losses", "95% interval", "exceeds the spread"]]
     for each in found.differences:
-        known = [f"{each.loss.mean:+.4f}", interval_text(each.loss) or "-"]
+        known = [f"{each.loss.mean:+z.4f}", interval_text(each.loss) or "-"]
         rows.append([f"{each.first} - {each.second}", *known, exceeds[each.exceeds_spread]])
     return rows
 

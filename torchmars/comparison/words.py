@@ -22,7 +22,7 @@ def value_text(value: Value) -> str:
 def interval_text(difference: Estimate) -> str:
     """Return the interval of a difference with signs; nothing if it is not known."""
     low, high = difference.low, difference.high
-    return "" if low is None else f"{low:+.4f} to {high:+.4f}"
+    return "" if low is None else f"{low:+z.4f} to {high:+z.4f}"
 
 
 def share(value: Estimate | None) -> str:

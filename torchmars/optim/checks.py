@@ -15,6 +15,12 @@ from torchmars.optim.tensors import local_part
 MAX_GRAD_NORM = Number("max_grad_norm", "The global clip.", positive=True, optional=True)
 
 
+def check_module(value: Any, name: str) -> None:
+    """Raise `TypeError` unless the argument `name` is a module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, got a {type(value).__name__}")
+
+
 def check_rule(value: Any, suffix: str = "") -> None:
     """Raise `ValueError` unless `value` names a rule."""
     if not (isinstance(value, str) and value in RULES):

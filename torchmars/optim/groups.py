@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchmars.optim.checks import check_group, check_rule, checked_params
+from torchmars.optim.checks import check_group, check_module, check_rule, checked_params
 from torchmars.optim.fused import cut_of, looks_fused, softmax_router
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
@@ -166,8 +166,7 @@ def _check_types(model: Any, by_role: Any, by_pattern: Any, factors: Any) -> Non
     """Raise `TypeError` for an argument of `param_groups` of another type."""
     if not isinstance(factors, TransferFactors | None):
         raise TypeError(f"factors must be of transfer_factors, got a {type(factors).__name__}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
+    check_module(model, "model")
     given = by_role or {}
     if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
         raise TypeError(f"by_role must be a dict of settings by role, got {shown(by_role)!r}")

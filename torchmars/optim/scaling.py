@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from torchmars.optim.checks import check_module
 from torchmars.optim.fused import WRAPPERS, cut_of
 from torchmars.optim.matrices.shapes import MatrixShape
 from torchmars.optim.roles import roles
 from torchmars.optim.rules import RULES
-from torchmars.optim.settings import CUT, Settings
+from torchmars.optim.settings import CUT, Choice, Number, Settings
 
 # The power of the number of blocks, over the base's, that divides what each block adds.
 DEPTHS = {"none": 0.0, "1/sqrt(L)": 0.5, "1/L": 1.0}
@@ -154,7 +155,7 @@ def transfer_factors(
     that is not 1, for a parameter that the base has not, or with another number of dims, and for a
     `depth` of a model without blocks.
     """
-    _check(model, base, depth, decay)
+    _check(model, base, depth, decay, embedding)
     blocks, count = _blocks(model)
     layers = max(count, 1) / max(_blocks(base)[1], 1)
     ours, theirs = _Parameters(model), _Parameters(base)
@@ -181,14 +182,13 @@ def transfer_factors(
     return TransferFactors(multipliers, std, twins, layers, DEPTHS[depth], decay, embedding)
 
 
-def _check(model: nn.Module, base: nn.Module, depth: str, decay: str) -> None:
+def _check(model: nn.Module, base: nn.Module, depth: str, decay: str, embedding: float) -> None:
     """Refuse what `transfer_factors` cannot take, and warn of a base that is larger."""
-    for option, module in (("model", model), ("base", base)):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{option} must be a module, got a {type(module).__name__}")
-    for option, given, names in (("depth", depth, DEPTHS), ("decay", decay, ("kept", "coupled"))):
-        if given not in names:
-            raise ValueError(f"{option} must be one of {', '.join(names)}, got {given!r}")
+    check_module(model, "model")
+    check_module(base, "base")
+    Choice("depth", "", names=(*DEPTHS,)).check(depth)
+    Choice("decay", "", names=("kept", "coupled")).check(decay)
+    Number("embedding", "").check(embedding)
     if depth != "none" and not _blocks(model)[1]:
         raise ValueError(
             f'depth = "{depth}" has no meaning: {type(model).__name__} has no module of numbered '
