@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +44,8 @@ from torchmars.optim.rules import RULES, variance_reduced
 
 PROG = "torchmars compare"
 TABLES = ("table.md", "table.csv")
+# Settings that have an option --NAME-grid, in the order that the names of trials have.
+TUNED = ("lr", "weight_decay", "gamma", "lr_rest", "betas")
 
 
 @dataclass
@@ -117,8 +119,7 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
     if options.lr_grid is None:
         raise UserError("--lr-grid is missing: give the learning rates to try, 1e-3,2e-3,4e-3")
     contenders = find_contenders(words(options.optimizers, "--optimizers"))
-    grid = make_grid(options)
-    check_grid(options, grid, [each.rule for each in contenders])
+    grid = make_grid(options, [each.rule for each in contenders])
     if "gamma" in grid and not any(variance_reduced(each.rule) for each in contenders):
         raise UserError("--gamma-grid has no meaning: none of --optimizers is a mars-*")
     folder = Path(options.folder or f"comparisons/{config.run.name}")
@@ -154,40 +155,23 @@ def check_options(options: TrialOptions, config: ResolvedConfig) -> None:
         raise UserError("--jobs has no meaning beside --slurm: leave one of them out")
 
 
-def check_grid(options: TrialOptions, grid: Grid, rules: Sequence[str]) -> None:
-    """Raise `UserError` for a grid that cannot be widened, or that none of the `rules` has."""
+def make_grid(options: TrialOptions, rules: Sequence[str]) -> Grid:
+    """Return the values to try of each setting, in ascending order, by its option --NAME-grid.
+
+    Raises `UserError`, also for a grid that cannot be widened, or that none of the `rules` has.
+    """
+    grid: Grid = {}
+    for name in TUNED:
+        if (text := getattr(options, f"{name}_grid", None)) is not None:
+            option = f"--{name.replace('_', '-')}-grid"
+            read = read_pair if name == "betas" else read_number
+            values: list[Value] = [read(word, option) for word in words(text, option)]
+            grid[name] = sorted({str(value): value for value in values}.values(), key=numbers_of)
     if options.widen and len(grid["lr"]) < 2:
         raise UserError("--widen needs two learning rates or more, to know by which ratio")
     have_rest = [rule for rule in rules if rule in RULES and "lr_rest" in RULES[rule].defaults]
     if "lr_rest" in grid and not have_rest:
         raise UserError("--lr-rest-grid has no meaning: no optimizer here is muon or mars-m")
-
-
-def make_grid(options: Compare) -> Grid:
-    """Return the values to try of each setting, in ascending order."""
-    return read_grid(
-        {
-            "lr": options.lr_grid,
-            "weight_decay": options.weight_decay_grid,
-            "gamma": options.gamma_grid,
-            "lr_rest": options.lr_rest_grid,
-            "betas": options.betas_grid,
-        }
-    )
-
-
-def read_grid(given: Mapping[str, str | None]) -> Grid:
-    """Return the values of options --NAME-grid, by setting, in ascending order.
-
-    Raises `UserError`.
-    """
-    grid: Grid = {}
-    for name, text in given.items():
-        if text is not None:
-            option = f"--{name.replace('_', '-')}-grid"
-            read = read_pair if name == "betas" else read_number
-            values: list[Value] = [read(word, option) for word in words(text, option)]
-            grid[name] = sorted({str(value): value for value in values}.values(), key=numbers_of)
     return grid
 
 

@@ -5,24 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from torchmars.commands.compare import (
-    TrialOptions,
-    check_grid,
-    check_options,
-    read_grid,
-    run_study,
-)
+from torchmars.commands.compare import TrialOptions, check_options, make_grid, run_study
 from torchmars.comparison.results import Grid
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command, require_config
 from torchmars.core.bounds import Place, Range
 from torchmars.core.console import say
-from torchmars.core.errors import (
-    EXIT_STOPPED,
-    Ended,
-    UserError,
-    exit_on_user_error,
-)
+from torchmars.core.errors import EXIT_STOPPED, Ended, UserError, exit_on_user_error
 from torchmars.core.options import words
 
 PROG = "torchmars transfer"
@@ -97,6 +86,4 @@ def check_training(options: CheckTransfer, config: ResolvedConfig, arguments: li
     if options.lr_grid is None:
         raise UserError("--lr-grid is missing: give the learning rates to try, or --check")
     check_options(options, config)
-    grid = read_grid({"lr": options.lr_grid, "lr_rest": options.lr_rest_grid})
-    check_grid(options, grid, [config.optimizer.name])
-    return grid
+    return make_grid(options, [config.optimizer.name])

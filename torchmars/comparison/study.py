@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from torchmars.comparison.contenders import Contender
-from torchmars.comparison.results import (
-    Edges,
-    Grid,
-    Kind,
-    Settings,
-    TrialResult,
-    Value,
-    numbers_of,
-)
+from torchmars.comparison.results import Edges, Grid, Kind, Settings, TrialResult, Value, numbers_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError

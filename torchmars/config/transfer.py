@@ -60,8 +60,7 @@ class TransferConfig:
 
     def shape(self) -> dict[str, int]:
         """Return the fields of the base's shape that are set."""
-        names = [each.name for each in fields(self) if each.name not in NOT_SHAPE]
-        values = {name: getattr(self, name) for name in names}
+        values = {name: value for name, value in vars(self).items() if name not in NOT_SHAPE}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
