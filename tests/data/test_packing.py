@@ -94,7 +94,7 @@ def prepared(tmp_path):
 
 
 def open_packed(folder, manifest, seq_len=64, level="full"):
-    pack_shards(folder, manifest, seq_len, END, level)
+    pack_shards(folder, manifest, seq_len, level)
     return PackedWindows(folder, manifest.splits["train"], manifest.dtype, seq_len)
 
 

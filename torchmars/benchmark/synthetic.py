@@ -22,10 +22,11 @@ def write_random_shards(data: ResolvedData, tokens: int, folder: Path) -> Resolv
     `data.tokenizer`, each token as likely as another. Raises `UserError` if there is no such
     tokenizer.
     """
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer, data.begin_token)
     dtype = smallest_dtype(tokenizer.vocab_size)
     documents = -(-min(tokens, MOST_TOKENS) // DOCUMENT)
     drawn = np.random.default_rng(0).integers(tokenizer.vocab_size, size=(documents, DOCUMENT))
+    drawn[:, : len(tokenizer.before)] = tokenizer.before
     drawn[:, -1] = tokenizer.end_of_text
     content = drawn.astype(numpy_dtype(dtype)).tobytes()
     digest, largest = hashlib.sha256(content).hexdigest(), int(drawn.max())

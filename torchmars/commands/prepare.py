@@ -26,8 +26,9 @@ class Prepare:
 
     With a config: checks it, tokenises its corpus into shards once, verifies the shards, and checks
     that the run can resume from the checkpoints it has. With --source and without a config: only
-    tokenises that corpus. --source, --files, --tokenizer, --path, --validation_fraction,
-    --validation_seed, --max_damaged and --processes are short for --data.source and so on.
+    tokenises that corpus. --source, --files, --tokenizer, --begin-token, --path,
+    --validation_fraction, --validation_seed, --max_damaged and --processes are short for
+    --data.source and so on.
     """
 
     ranks: Annotated[int, Range(1, 100_000)] = 1
@@ -111,4 +112,8 @@ def prepare_corpus(config: ResolvedData, task: int, tasks: int | TaskArray | Non
             f"{config.path}: {name} {split.tokens:,} tokens ({manifest.tokenizer}) "
             f"in {counted(split.documents, 'document')}, {counted(len(split.shards), 'shard')}"
         )
+    if config.begin_token != "none":
+        begin = manifest.begin_token
+        each = f"with token {begin}" if begin is not None else "after an end of text, without more"
+        say(f"{config.path}: documents begin {each}")
     return True

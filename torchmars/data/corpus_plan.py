@@ -44,8 +44,11 @@ class CorpusPlan:
 def plan_corpus(config: ResolvedData, sizes: Sizes) -> CorpusPlan:
     """Return the plan for the corpus as it is now. Raises `UserError`."""
     settings = {f"data.{name}": getattr(config, name) for name in SETTINGS}
-    if (digest := load_tokenizer(config.tokenizer).sha256) is not None:
-        settings["data.tokenizer"] = f"a file of SHA-256 {digest}"  # under whichever path
+    tokenizer = load_tokenizer(config.tokenizer, config.begin_token)
+    if tokenizer.sha256 is not None:
+        settings["data.tokenizer"] = f"a file of SHA-256 {tokenizer.sha256}"  # whichever path
+    begin = tokenizer.begin_token
+    settings["data.begin_token"] = None if begin is None else f"token {begin}"
     return CorpusPlan(settings | asdict(sizes), corpus_pieces(config, sizes))
 
 

@@ -65,7 +65,7 @@ class Encoded:
     """The result of a block."""
 
     tokens: dict[str, np.ndarray]
-    """Of each split, with an end-of-text token after each document."""
+    """Of each split, with the tokens that begin and end each document."""
     documents: dict[str, int]
     damaged: list[dict[str, str]]
     """File, place and reason of each record that cannot be read."""
@@ -86,13 +86,16 @@ class Encoder:
     dtype: Literal["uint16", "uint32"]
     longest: int
     """Bytes of the longest document."""
+    begin_token: str = "none"
+    """As data.begin_token."""
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_name)
+        return load_tokenizer(self.tokenizer_name, self.begin_token)
 
     def encode(self, block: TextBlock) -> Encoded:
         """Return the tokens of a block. Raises `UserError` if the tokenizer cannot be had."""
+        begin = np.array(self.tokenizer.before, self.dtype)
         end = np.array([self.tokenizer.end_of_text], self.dtype)
         tokens = {split: [np.empty(0, self.dtype)] for split in ("train", "validation")}
         done = Encoded({}, dict.fromkeys(tokens, 0), [], dict.fromkeys(tokens, 0))
@@ -109,7 +112,7 @@ class Encoder:
                 else:
                     if content:
                         split = self.split_of(content)
-                        tokens[split] += [encoded, end]
+                        tokens[split] += [begin, encoded, end]
                         done.documents[split] += 1
                         done.text[split] += len(text.encode())
                     continue

@@ -40,12 +40,13 @@ def finish_folder(
         for file in sorted(partial.glob("damaged-*.jsonl"))
         for line in file.read_text().splitlines(keepends=True)
     ]
-    if sum(split.tokens for split in splits.values()) < 2:  # one that ends a document, at most
+    tokenizer = load_tokenizer(config.tokenizer, config.begin_token)
+    around = len(tokenizer.before) + 1  # tokens that begin and end a document
+    if sum(split.tokens for split in splits.values()) <= around:
         remove(partial)
         why = f", but {damage_in_words(damaged)}" if damaged else ""
         raise UserError(f"the corpus has no text{why}: check data.source and data.files")
     check_damage(config, len(damaged), partial)
-    tokenizer = load_tokenizer(config.tokenizer)
     dtype = smallest_dtype(tokenizer.vocab_size)
     if not all(split.tokens for split in splits.values()):
         cut_tail(splits, config.validation_fraction, partial, tokenizer)
@@ -166,6 +167,7 @@ def bytes_of_first(
         for text in texts_of(number):
             with contextlib.suppress(UserError):  # the tokenizer gave up on it then too
                 found, ends = tokenizer.encode_measured(text)
+                count = max(0, count - len(tokenizer.before))
                 if count <= len(found):
                     return size + (int(ends[count - 1]) if count else 0)
                 count -= len(found) + 1

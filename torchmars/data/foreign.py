@@ -112,7 +112,7 @@ def index(config: ResolvedData, folder: Path, shard_tokens: int) -> None:
         where = next(file.parent for split in files.values() for file in split)
         kinds = " and ".join(name for name, split in files.items() if split)
         raise UserError(f"{where} has {kinds} tokens only: add training tokens")
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, config.begin_token)
     for each in found:
         if source.kind == "nanogpt":
             check_made_with(each.file, read_start(each.file, LOOKED_AT)[1], tokenizer)
@@ -301,8 +301,9 @@ def scan(
     """Return the split that has these tokens, which are all read.
 
     Calls `report` with the numbers of tokens read. Raises `UserError` for a token that the
-    tokenizer does not have.
+    tokenizer does not have, and for a document that begins with another one than it says.
     """
+    end, begin = tokenizer.end_of_text, tokenizer.begin_token
     parts = [
         each.part(begin, min(begin + shard_tokens, each.count))
         for each in found
@@ -319,7 +320,12 @@ def scan(
         def look(tokens: np.ndarray) -> None:
             nonlocal ends
             if part.ends is None:
-                ends += int(np.count_nonzero(tokens == tokenizer.end_of_text))
+                ends += int(np.count_nonzero(tokens == end))
+            if begin is not None and (tokens[1:][tokens[:-1] == end] != begin).any():
+                raise UserError(
+                    f"{part.file} has documents that do not begin with token {begin}, as "
+                    'data.begin_token says: set it to "none", or to the token that they begin with'
+                )
             report(len(tokens))
 
         with must_be_read(part.file):

@@ -86,6 +86,8 @@ class DataManifest:
     """Of the documents of each split, in UTF-8; empty for another program's tokens."""
     end_of_text: Annotated[int, Range(0, 2**32 - 1)]
     """The token that ends a document."""
+    begin_token: Annotated[int, Range(0, 2**32 - 1)] | None = None
+    """The token that begins one, after that; None: no other one."""
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens and their order."""
@@ -123,6 +125,7 @@ def make_manifest(
         validation_seed,
         text_bytes or {},
         tokenizer.end_of_text,
+        tokenizer.begin_token,
     )
 
 
@@ -185,6 +188,17 @@ def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> 
                 f"the config says {json.dumps(wanted)}: set it back, set data.path to another "
                 "folder, or remove this one to prepare it again"
             )
+    begin = load_tokenizer(config.tokenizer, config.begin_token).begin_token
+    if manifest.begin_token != begin:
+        found, wanted = (
+            "no token" if each is None else f"token {each}"
+            for each in (manifest.begin_token, begin)
+        )
+        raise UserError(
+            f"{folder} begins documents with {found}, data.begin_token = "
+            f"{json.dumps(config.begin_token, ensure_ascii=False)} stands for {wanted}: set it "
+            "back, set data.path to another folder, or remove this one to prepare it again"
+        )
 
 
 def check_same_tokenizer(manifest: DataManifest, config: DataConfig, folder: Path) -> None:

@@ -16,7 +16,6 @@ from torchmars.data.packed import METHOD as PACKED
 from torchmars.data.packed import PackedWindows, pack_shards
 from torchmars.data.shards import Level, check_shards, check_size, check_vocabulary
 from torchmars.data.shares import shares_from_start
-from torchmars.data.tokenizer import Tokenizer
 from torchmars.data.windows import Windows
 
 
@@ -106,14 +105,14 @@ class Mixture:
             packed = self.packing == PACKED
             check_size(part.manifest, seq_len, max(count, 1), part.folder, packed)
 
-    def pack(self, seq_len: int, tokenizer: Tokenizer, level: Level) -> None:
+    def pack(self, seq_len: int, level: Level) -> None:
         """Pack the shards of all parts, if they are to be packed. Raises `UserError`.
 
         `level` says how existing packings are checked.
         """
         if self.packing == PACKED:
             for part in self.parts:
-                pack_shards(part.folder, part.manifest, seq_len, tokenizer.end_of_text, level)
+                pack_shards(part.folder, part.manifest, seq_len, level)
 
     def verify(self, level: Level, rank: int = 0, ranks: int = 1) -> None:
         """Raise `UserError` naming the first shard that is missing, truncated or altered.

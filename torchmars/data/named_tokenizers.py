@@ -1,6 +1,7 @@
 """Tokenizers that have a name: bytes, and tiktoken's; and the one that data.tokenizer names."""
 
 import contextlib
+import json
 import os
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -47,6 +48,9 @@ class ByteTokenizer(Tokenizer):
         tokens = self.encode_batch([text])[0]
         return tokens, np.arange(1, len(tokens) + 1)
 
+    def number(self, token: str) -> int | None:
+        return self.byte_pairs()[2].get(token)
+
     def byte_pairs(self) -> BytePairs:
         """Return each byte as a token: nothing is merged, and nothing is encoded apart."""
         ranks = {bytes([byte]): byte for byte in range(256)}
@@ -86,6 +90,9 @@ class TiktokenTokenizer(Tokenizer):
     @property
     def end_of_text(self) -> int:
         return KNOWN[self.name][1] if self.name in KNOWN else self._encoding.eot_token
+
+    def number(self, token: str) -> int | None:
+        return self.byte_pairs()[2].get(token)
 
     def byte_pairs(self) -> BytePairs:
         """Return private parts of tiktoken, which had the same names since its first version."""
@@ -131,11 +138,28 @@ class TiktokenTokenizer(Tokenizer):
         return b"".join(parts)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer that data.tokenizer names. Raises `UserError` if there is none.
+def load_tokenizer(name: str, begin_token: str = "none") -> Tokenizer:
+    """Return the tokenizer that data.tokenizer names, and documents begin as `begin_token` says.
 
-    Its files are read only when they are needed.
+    That is data.begin_token. Raises `UserError` if there is no such tokenizer or token. Its files
+    are read only when they are needed.
     """
+    tokenizer = find_tokenizer(name)
+    if begin_token == "none":
+        return tokenizer
+    number = tokenizer.own_begin if begin_token == "auto" else tokenizer.token_of(begin_token)
+    if number is None and begin_token != "auto":
+        raise UserError(
+            f"data.begin_token: {json.dumps(begin_token, ensure_ascii=False)} is no single token "
+            f"of data.tokenizer = {json.dumps(name)}: name a token of its vocabulary, auto or none"
+        )
+    # Documents that begin with the token that ends them have it before them as it is.
+    tokenizer.begin_token = None if number == tokenizer.end_of_text else number
+    return tokenizer
+
+
+def find_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of a name or a path. Raises `UserError` if there is none."""
     if name == ByteTokenizer.name:
         return ByteTokenizer()
     if name in KNOWN:

@@ -26,12 +26,13 @@ from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, TokenDty
 from torchmars.data.packing import best_fit_windows
 from torchmars.data.shards import Level, check_shard, count_windows
 from torchmars.data.windows import ChangedData, Windows, read_with_stamp, stamp_of
+from torchmars.models.documents import begins
 
 # The order of windows follows from it, so whatever changes them makes another method.
 METHOD = "best_fit"
 DIGEST = hashlib.sha256().digest_size
 NUMBER = np.dtype("<i8")
-CHUNK = 2**24  # tokens that are searched for ends of documents at once
+CHUNK = 2**24  # tokens that are searched for documents at once
 
 
 class PackedWindows(Windows):
@@ -72,14 +73,14 @@ class PackedWindows(Windows):
         return np.frombuffer(data, NUMBER)
 
 
-def pack_shards(
-    folder: Path, manifest: DataManifest, seq_len: int, end_of_text: int, level: Level = "full"
-) -> None:
+def pack_shards(folder: Path, manifest: DataManifest, seq_len: int, level: Level = "full") -> None:
     """Pack the shards of all splits, those whose packing is missing or damaged.
 
     The level "full" reads every byte of a packing; the others look at its size. Raises `UserError`
     for a shard that is damaged, and where the folder cannot be written to.
     """
+    begin = manifest.begin_token
+    border = [manifest.end_of_text, *([] if begin is None else [begin])]
     splits = [Windows(folder, manifest.splits[name], manifest.dtype, seq_len) for name in SPLITS]
     found = [
         (windows, number, shard)
@@ -87,12 +88,12 @@ def pack_shards(
         for number, shard in enumerate(windows.shards)
     ]
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        good = pool.map(lambda each: is_good(folder, each[2], seq_len, end_of_text, level), found)
+        good = pool.map(lambda each: is_good(folder, each[2], seq_len, border, level), found)
         missing = [each for each, done in zip(found, good) if not done]
     for windows, number, shard in tqdm(missing, "packing", unit=" shards", disable=not missing):
         check_shard(shard, windows.split, manifest.dtype, folder)
-        content = packing(windows, number, end_of_text)
-        data = digest(content, shard, seq_len, end_of_text) + content
+        content = packing(windows, number, *border)
+        data = digest(content, shard, seq_len, border) + content
         file = packing_file(folder, shard, seq_len)
         with file_errors(
             f"cannot write {file}",
@@ -109,7 +110,7 @@ def packing_file(folder: Path, shard: Shard, seq_len: int) -> Path:
     return folder / f"{METHOD}-{seq_len}" / f"{shard.sha256}.bin"
 
 
-def is_good(folder: Path, shard: Shard, seq_len: int, end_of_text: int, level: Level) -> bool:
+def is_good(folder: Path, shard: Shard, seq_len: int, border: list[int], level: Level) -> bool:
     """Return whether the packing of a shard is there, whole, and of that shard."""
     file = packing_file(folder, shard, seq_len)
     try:
@@ -122,25 +123,27 @@ def is_good(folder: Path, shard: Shard, seq_len: int, end_of_text: int, level: L
         data = file.read_bytes()
     except OSError:
         return False
-    return data[:DIGEST] == digest(data[DIGEST:], shard, seq_len, end_of_text)
+    return data[:DIGEST] == digest(data[DIGEST:], shard, seq_len, border)
 
 
-def digest(content: bytes, shard: Shard, seq_len: int, end_of_text: int) -> bytes:
+def digest(content: bytes, shard: Shard, seq_len: int, border: list[int]) -> bytes:
     """Return the SHA-256 of a packing and of its sources."""
-    origin = f"{METHOD} {shard.sha256} {shard.tokens} {seq_len} {end_of_text}\n"
+    origin = f"{METHOD} {shard.sha256} {shard.tokens} {seq_len} {' '.join(map(str, border))}\n"
     return hashlib.sha256(origin.encode() + content).digest()
 
 
-def packing(windows: Windows, number: int, end_of_text: int) -> bytes:
+def packing(
+    windows: Windows, number: int, end_of_text: int, begin_token: int | None = None
+) -> bytes:
     """Return the packing of a shard, found by reading all of it."""
     tokens = windows.shards[number].tokens
-    ends = [
-        first
-        + np.flatnonzero(windows.read(number, first, min(first + CHUNK, tokens)) == end_of_text)
-        for first in range(0, tokens, CHUNK)
-    ]
+    found = []
+    for first in range(0, tokens, CHUNK):
+        before = min(first, 1)  # the token before tells whether a document begins
+        chunk = windows.read(number, first - before, min(first + CHUNK, tokens))
+        found.append(first + np.flatnonzero(begins(chunk, end_of_text, begin_token)[before:]))
     firsts, spans = array("q", [0]), array("q")
-    for window in best_fit_windows(np.concatenate(ends), tokens, windows.seq_len):
+    for window in best_fit_windows(np.concatenate(found), tokens, windows.seq_len):
         for span in window:
             spans.extend(span)
         firsts.append(len(spans) // 2)

@@ -5,8 +5,10 @@ leaves padding in windows. Here all windows are full: a gap that no document fit
 cutting one.
 
 A document's tokens as inputs are the end-of-text token before it and all of its own. Their targets
-are its own tokens and the end-of-text token after it. So documents can follow each other in a
-window in any order, and every target is the token that follows in the shard.
+are its own tokens and the end-of-text token after it. Where documents begin with a token of their
+own, they go from that token to the end-of-text token, and the target of that one is the next such
+token. So documents can follow each other in a window in any order, and every target is the token
+that follows in the shard.
 """
 
 from collections.abc import Iterator
@@ -16,20 +18,20 @@ import numpy as np
 Span = tuple[int, int]  # the first of some inputs in a shard, and how many there are
 
 
-def best_fit_windows(ends: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Span]]:
+def best_fit_windows(begins: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Span]]:
     """Yield the windows of a shard of `tokens` tokens: spans of `seq_len` inputs in all.
 
-    `ends` are the places of its end-of-text tokens, sorted. Only the first span of a window may
+    `begins` are the places where its documents begin, sorted. Only the first span of a window may
     begin inside a document, and only the last one may end inside one. No input is in two spans.
     Less than `seq_len` are in none, so the number of windows is `(tokens - 1) // seq_len`.
     """
-    if not len(ends):
+    if not len(begins):
         yield from alone(0, tokens - 1, seq_len)
         return
     # A shard may begin inside a document, and end inside one. The end of a window is the only place
     # for that one, so it is kept for the last gap.
-    rest, last = (0, int(ends[0])), (int(ends[-1]), tokens - 1 - int(ends[-1]))
-    whole = WholeDocuments(ends[:-1], np.diff(ends), seq_len)
+    rest, last = (0, int(begins[0])), (int(begins[-1]), tokens - 1 - int(begins[-1]))
+    whole = WholeDocuments(begins[:-1], np.diff(begins), seq_len)
     window: list[Span] = []
     gap = 0
     while rest[1] or whole.left:

@@ -189,6 +189,7 @@ def make_encoder(config: ResolvedData, sizes: Sizes) -> Encoder:
         config.validation_seed,
         smallest_dtype(load_tokenizer(config.tokenizer).vocab_size),
         sizes.document,
+        config.begin_token,
     )
 
 

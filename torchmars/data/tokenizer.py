@@ -13,8 +13,23 @@ from torchmars.core.errors import UserError
 LARGEST_VOCABULARY = 10_000_000
 VocabularySize = Annotated[int, Range(1, LARGEST_VOCABULARY)]
 TokenDtype = Literal["uint16", "uint32"]
-# Tokens that end a document in tokenizers that name none, likeliest first.
-ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+# Tokens that end a document in tokenizers that name none, likeliest first, and that begin one.
+ENDS_OF_TEXT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<｜end▁of▁sentence｜>",
+)
+BEGINS_OF_TEXT = (
+    "<|startoftext|>",
+    "<|begin_of_text|>",
+    "<s>",
+    "<bos>",
+    "[BOS]",
+    "<｜begin▁of▁sentence｜>",
+)
 
 
 class Unencodable(UserError):
@@ -25,11 +40,13 @@ class Tokenizer(Protocol):
     """The interface of every tokenizer; tokenizers inherit from it.
 
     Special tokens are never read out of text. `sha256` is the checksum of the file that the
-    tokenizer was read from, None for one that has a name.
+    tokenizer was read from, None for one that has a name. `begin_token` is the id that documents
+    begin with, as data.begin_token says; None: with no more than the end of the one before.
     """
 
     name: str
     sha256: str | None
+    begin_token: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -42,17 +59,39 @@ class Tokenizer(Protocol):
     @property
     def before(self) -> list[int]:
         """The ids that a model has seen before each text, and so before a prompt: mostly none."""
-        return []
+        return [] if self.begin_token is None else [self.begin_token]
 
     @property
     def begin(self) -> int:
         """The id that a text comes after if there is nothing before it."""
-        return self.end_of_text
+        return self.end_of_text if self.begin_token is None else self.begin_token
 
     @property
     def ends(self) -> frozenset[int]:
         """The ids that end a model's text."""
         return frozenset({self.end_of_text})
+
+    @property
+    def own_begin(self) -> int | None:
+        """The id of the tokenizer's own token that begins a text; None if it has none.
+
+        Raises `UserError` if it has several.
+        """
+        found = (self.number(name) for name in BEGINS_OF_TEXT)
+        return next((number for number in found if number is not None), None)
+
+    def number(self, token: str) -> int | None:
+        """Return the id of a token by its name in the vocabulary; None if there is none."""
+
+    def token_of(self, text: str) -> int | None:
+        """Return the id of the token that a text names, or is; None if it is no single one."""
+        if (number := self.number(text)) is not None:
+            return number
+        try:
+            found: list[int] = self.encode_batch([text])[0].tolist()
+        except Unencodable:
+            return None
+        return found[0] if len(found) == 1 and self.decode(found) == text else None
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, without an end-of-text token.

@@ -86,8 +86,38 @@ class FileTokenizer(Tokenizer):
             "eos_token beside it"
         )
 
+    @property
+    def own_begin(self) -> int | None:
+        """What the post-processor puts before a text; else the bos_token of the
+        tokenizer_config.json, unless its add_bos_token is false; without that file one of the
+        usual names."""
+        if len(self.put_before) > 1:
+            names = " ".join(map(self.token, self.put_before))
+            raise UserError(
+                f"data.begin_token: {self.path} puts several tokens before a text ({names}): name "
+                "one of them, or none"
+            )
+        if self.put_before:
+            return self.put_before[0]
+        if not self.settings:
+            return super().own_begin
+        named = self.named("bos_token")
+        if named is None or self.settings.get("add_bos_token") is False:
+            return None
+        return self.number(named)
+
+    @cached_property
+    def put_before(self) -> list[int]:
+        """The ids that the post-processor puts before a text. Tokens after one are left out."""
+        from tokenizers import Tokenizer, models
+
+        # A token of another tokenizer, so that no text and no vocabulary plays a part.
+        any_token = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
+        whole = self._tokenizer.post_process(any_token, None, True)
+        mask = whole.special_tokens_mask
+        return whole.ids[: mask.index(0)] if 0 in mask else whole.ids
+
     def number(self, token: str) -> int | None:
-        """Return the id of a token; None if there is none."""
         return self._tokenizer.token_to_id(token) if is_text(token) else None
 
     def named(self, setting: str) -> str | None:

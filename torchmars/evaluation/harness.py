@@ -61,9 +61,11 @@ class HarnessModel(LM):
         """Return the windows of a text.
 
         Tokens that the tokenizer puts before a text count as part of it, as with the harness's
-        models.
+        models. A begin token of the run's own documents does not.
         """
         tokenizer = self.tokenizer
+        if tokenizer.begin_token is not None:
+            return self.scorer.windows(text)
         tokens = [*tokenizer.before, *tokenizer.encode_batch([text])[0].tolist()]
         return windows_after([tokenizer.begin], tokens, self.scorer.seq_len)
 

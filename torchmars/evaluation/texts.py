@@ -72,7 +72,7 @@ class ShardWindows(Sequence[Tokens]):
                 f"{folder} has tokens of {manifest.tokenizer}, {manifest.vocab_size:,} different "
                 f"ones, and the model's tokenizer has {vocabulary:,}: prepare the text for it"
             )
-        self.tokenizer = scorer.tokenizer
+        self.tokenizer, self.begin_token = scorer.tokenizer, manifest.begin_token
         self.text_bytes = manifest.text_bytes.get("validation", 0)
         """Of the whole split; 0 where they were not counted."""
         self.windows = Windows(folder, split, manifest.dtype, scorer.seq_len)
@@ -91,10 +91,11 @@ class ShardWindows(Sequence[Tokens]):
     def own_bytes(self, tokens: int, decoded: int) -> int:
         """Return the bytes of text of so many tokens of the split, which decode to so many.
 
-        A tokenizer of a file may lose text. All tokens share the loss of the whole split. Raises
-        `ChangedData`.
+        A tokenizer of a file may lose text, and a token that begins documents may be one of text.
+        All tokens share the difference of the whole split. Raises `ChangedData`.
         """
-        if not self.text_bytes or not isinstance(self.tokenizer, FileTokenizer):
+        exact = not isinstance(self.tokenizer, FileTokenizer) and self.begin_token is None
+        if exact or not self.text_bytes:
             return decoded
         whole = DecodedBytes(self.tokenizer)
         for number, shard in enumerate(self.windows.shards):

@@ -21,8 +21,10 @@ _LLAMA = {
     "attention_bias": False,
     "rope_theta": 10_000.0,
     "partial_rotary_factor": 1.0,
+    "bos_token_id": 1,
 }
 _QWEN = _LLAMA | {
+    "bos_token_id": None,
     "vocab_size": 151_936,
     "intermediate_size": 22_016,
     "num_key_value_heads": 32,
@@ -53,6 +55,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
         "tie_word_embeddings": True,
+        "bos_token_id": 50_256,
     },
     "llama": _LLAMA | {"mlp_bias": False},
     "mistral": _MISTRAL,
@@ -124,6 +127,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "n_group": 1,
         "topk_group": 1,
+        "bos_token_id": None,
         "use_qk_norm": False,
     },
 }

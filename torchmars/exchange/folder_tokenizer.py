@@ -14,16 +14,10 @@ from torchmars.data.tokenizer_file import NAMING_ENDS, FileTokenizer
 class FolderTokenizer(FileTokenizer):
     """A tokenizer.json in the folder of its model."""
 
-    @cached_property
+    @property
     def before(self) -> list[int]:
-        """The tokens that the post-processor puts before a text. Tokens after one are left out."""
-        from tokenizers import Tokenizer, models
-
-        # A token of another tokenizer, so that no text and no vocabulary plays a part.
-        any_token = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
-        whole = self._tokenizer.post_process(any_token, None, True)
-        mask = whole.special_tokens_mask
-        return whole.ids[: mask.index(0)] if 0 in mask else whole.ids
+        """The tokens that the post-processor puts before a text."""
+        return self.put_before
 
     @cached_property
     def begin(self) -> int:

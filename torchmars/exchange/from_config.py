@@ -10,6 +10,8 @@ from torchmars.exchange.rope import rope_by_type, rope_of, rope_table
 from torchmars.exchange.to_config import GPT2_ACTIVATIONS
 from torchmars.exchange.values import number, require_all, whole_number
 
+BEGIN = "bos_token_id"
+
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section [model] of a config.json, and its `seq_len` beside it.
@@ -72,8 +74,19 @@ def left_to_class(config: Mapping[str, Any]) -> list[str]:
     kind = READ_AS.get(config["model_type"], config["model_type"])
     given = {*config, *(ALIASES.get(kind, {}).get(name) for name in config)}
     return [
-        name for name, value in DEFAULTS[kind].items() if type(value) is int and name not in given
+        name
+        for name, value in DEFAULTS[kind].items()
+        if type(value) is int and name not in {*given, BEGIN}
     ]
+
+
+def begin_token_of(config: Mapping[str, Any]) -> int | None:
+    """Return the token that the texts of a config.json's model begin with; None if it names none.
+
+    Its kind is one that is read.
+    """
+    found = config.get(BEGIN, DEFAULTS[config["model_type"]][BEGIN])
+    return found if type(found) is int else None
 
 
 def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:

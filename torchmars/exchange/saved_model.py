@@ -162,7 +162,11 @@ def load_sharded_model(
     found = layout.on_first(lambda: without_index(open_any(folder, step)))
     config = found.config
     tokenizer = tokenizer_in(found)
-    find_starts = partial(document_starts, end_of_text=tokenizer.end_of_text)
+    find_starts = partial(
+        document_starts,
+        end_of_text=tokenizer.end_of_text,
+        begin_token=tokenizer.begin_token,
+    )
     model = ParallelModel(
         found.model,
         ParallelismConfig(),
@@ -199,14 +203,14 @@ def tokenizer_of(found: SavedModel) -> Tokenizer:
 
     Raises `UserError` if neither is the one that it was trained with.
     """
-    name = found.config.data.tokenizer
+    name, begin_token = found.config.data.tokenizer, found.config.data.begin_token
     if found.manifest.tokenizer_sha256 is None:
-        return load_tokenizer(name)
+        return load_tokenizer(name, begin_token)
     run = Path(os.path.realpath(found.folder)).parent.parent
     copy = RunConfig(run.name, str(run.parent)).tokenizer
     for file in (str(copy), name):
         with contextlib.suppress(UserError):  # it is not there
-            tokenizer = load_tokenizer(file)
+            tokenizer = load_tokenizer(file, begin_token)
             if tokenizer.sha256 == found.manifest.tokenizer_sha256:
                 return tokenizer
     raise UserError(

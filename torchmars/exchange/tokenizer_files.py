@@ -27,13 +27,14 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     kept: dict[str, Any] = {}
     if isinstance(tokenizer, FileTokenizer):
         text, end = tokenizer.text, tokenizer.token(tokenizer.end_of_text)
+        put_before = tokenizer.put_before
         kept = {key: value for key, value in tokenizer.settings.items() if key != "auto_map"}
         for name, number in special_tokens(tokenizer).items():
             kept[name] = None if number is None else tokenizer.token(number)
     else:
         assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
         ranks, pattern, special = tokenizer.byte_pairs()
-        text = byte_pair_tokenizer(ranks, pattern, special).to_str(pretty=True)
+        text, put_before = byte_pair_tokenizer(ranks, pattern, special).to_str(pretty=True), []
         end = next(name for name, number in special.items() if number == tokenizer.end_of_text)
     config = {
         "bos_token": end,
@@ -44,6 +45,8 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
         "tokenizer_class": "PreTrainedTokenizerFast",  # of tokenizer.json alone, and no code
         "model_max_length": seq_len,
     }
+    if (begin := tokenizer.begin_token) is not None and put_before != [begin]:
+        text, config["bos_token"] = begun(text, begin)
     return {
         "tokenizer.json": text,
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
@@ -53,7 +56,8 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
     """Return the ids of the tokens with a part of their own, by their names in transformers.
 
-    A text begins and is padded with the token that ends it, where the tokenizer names no other.
+    A text begins and is padded with the token that ends it, where the tokenizer names no other,
+    and begins as the documents of a run did.
     """
     end = tokenizer.end_of_text
     found: dict[str, int | None] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
@@ -64,7 +68,23 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
             number = None if token is None else tokenizer.number(token)
             if token is None or number is not None:
                 found[name] = number
+    if tokenizer.begin_token is not None:
+        found["bos_token"] = tokenizer.begin_token
     return found
+
+
+def begun(text: str, begin: int) -> tuple[str, str]:
+    """Return the text of a tokenizer.json that puts a token before texts, alone, and the token."""
+    with needs_package("tokenizers", "writing a tokenizer"):
+        from tokenizers import Tokenizer, processors
+    tokenizer = Tokenizer.from_str(text)
+    token = tokenizer.id_to_token(begin)
+    # By pieces: a text would be cut at blanks and colons of the token.
+    single = [(token, 0), ("$A", 0)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=[*single, ("$B", 1)], special_tokens=[(token, begin)]
+    )
+    return tokenizer.to_str(pretty=True), token
 
 
 def ends_of(tokenizer: Tokenizer) -> list[int]:

@@ -1,10 +1,13 @@
 """Documents that share a sequence, kept apart: each is computed as if it were alone.
 
 An end-of-text token begins a document: it is the first token that the document's others attend to.
+Where documents begin with a token of their own, after the one that ends the document before, that
+token is the first one: both are one border.
 """
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +17,21 @@ from torch import Tensor
 WIDTHS = 16
 
 
-def document_starts(tokens: Tensor, end_of_text: int) -> Tensor:
+def begins(tokens: np.ndarray, end_of_text: int, begin_token: int | None = None) -> np.ndarray:
+    """Return whether a document begins at each of `tokens` [..., length] for what they show.
+
+    It begins at an end-of-text token; with a `begin_token`, at that token after such a one. Whether
+    the first of `tokens` is one of these, those before it would tell.
+    """
+    ends = tokens == end_of_text
+    if begin_token is None:
+        return ends
+    found = np.zeros_like(ends)
+    found[..., 1:] = ends[..., :-1] & (tokens[..., 1:] == begin_token)
+    return found
+
+
+def document_starts(tokens: Tensor, end_of_text: int, begin_token: int | None = None) -> Tensor:
     """Return where the documents of `tokens` [batch, length] begin, int32 [batch, documents].
 
     A sequence begins with a document, or with the rest of one. Places of a sequence that has fewer
@@ -22,10 +39,10 @@ def document_starts(tokens: Tensor, end_of_text: int) -> Tensor:
     the CPU: how many documents there are is not known before they are counted, and a GPU would have
     to be waited for.
     """
-    begins = tokens.numpy() == end_of_text
-    begins[:, 0] = True
-    numbers = begins.cumsum(axis=1) - 1
-    rows, places = begins.nonzero()
+    found = begins(tokens.numpy(), end_of_text, begin_token)
+    found[:, 0] = True
+    numbers = found.cumsum(axis=1) - 1
+    rows, places = found.nonzero()
     width = math.ceil((int(numbers.max()) + 1) / WIDTHS) * WIDTHS
     starts = torch.full((len(tokens), width), tokens.shape[1], dtype=torch.int32)
     starts.numpy()[rows, numbers[rows, places]] = places

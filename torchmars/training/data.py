@@ -42,4 +42,5 @@ def build_data(config: ResolvedConfig, layout: Layout) -> RunData:
         num_workers=config.data.num_workers,
         pin_memory=is_gpu(layout.device.type),
     )
-    return RunData(mixture, load_tokenizer(config.data.tokenizer), loader, validation)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.begin_token)
+    return RunData(mixture, tokenizer, loader, validation)

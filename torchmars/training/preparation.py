@@ -89,7 +89,7 @@ def prepare_data(config: ResolvedConfig, level: Level | None = None) -> Mixture:
     data = mixture_of(config.data, [prepare_shards(corpus) for corpus in config.data.corpora()])
     model = build_run_model(config, data.vocab_size)
     data.check(model.vocab_rows, training.seq_len, training.global_batch_size)
-    data.pack(training.seq_len, load_tokenizer(config.data.tokenizer), level or config.data.verify)
+    data.pack(training.seq_len, level or config.data.verify)
     return data
 
 

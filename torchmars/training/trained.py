@@ -32,7 +32,12 @@ def build_trained(config: ResolvedConfig, layout: Layout, data: RunData) -> Trai
     whole = build_run_model(config, data.mixture.vocab_size)
     # The launcher has asked already. Plain torchrun starts ranks without it.
     check_layout(config, config.parallelism.degrees(layout.world.size), whole)
-    find_starts = partial(document_starts, end_of_text=data.tokenizer.end_of_text)
+    tokenizer = data.tokenizer
+    find_starts = partial(
+        document_starts,
+        end_of_text=tokenizer.end_of_text,
+        begin_token=tokenizer.begin_token,
+    )
     model = ParallelModel(
         whole,
         config.parallelism,
