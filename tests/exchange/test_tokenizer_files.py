@@ -10,7 +10,7 @@ import tiktoken_ext.openai_public
 import tokenizers
 
 from tests.support.real_data import FOLDER, needs_data
-from tests.support.tokenizers import letters
+from tests.support.tokenizers import letters, write_tokenizer
 from torchmars.core.errors import UserError
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.exchange.tokenizer_files import (
@@ -49,6 +49,30 @@ def check_same(tokenizer, folder, texts=TEXTS):
 
 def test_files_of_bytes_give_the_same_ids(tmp_path):
     check_same(load_tokenizer("bytes"), tmp_path / "files")
+
+
+def begun_tokenizers(folder):
+    """Tokenizers whose documents begin with a token, and that token in their files."""
+    word_level, llama = folder / "words", folder / "llama"
+    word_level.mkdir()
+    letters().save(str(word_level / "tokenizer.json"))
+    write_tokenizer(llama)
+    yield load_tokenizer("bytes", "a"), "a"
+    yield load_tokenizer("bytes", " "), "Ġ"
+    yield load_tokenizer(str(word_level), " "), " "
+    yield load_tokenizer(str(word_level), "$"), "$"
+    yield load_tokenizer(str(word_level), ":"), ":"
+    yield load_tokenizer(str(llama), "auto"), "<s>"
+    yield load_tokenizer(str(llama), "<turn>"), "<turn>"  # its file puts another one there
+
+
+def test_files_of_a_run_begin_texts_as_its_documents_began(tmp_path):
+    for number, (tokenizer, token) in enumerate(begun_tokenizers(tmp_path)):
+        theirs = written(tokenizer, tmp_path / str(number))
+        assert theirs.bos_token == token and theirs.bos_token_id == tokenizer.begin_token
+        for text in ("The cat", "on a fox", ""):
+            assert theirs(text).input_ids == [*tokenizer.before, *tokenizer.encode_batch([text])[0]]
+        assert special_tokens(tokenizer)["bos_token"] == tokenizer.begin_token
 
 
 @needs_data("tiktoken_cache")

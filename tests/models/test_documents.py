@@ -16,7 +16,7 @@ from torchmars.models.documents import (
 )
 from torchmars.models.initialize import init_weights
 
-END = 63
+END, BEGIN = 63, 62
 # Documents without their end-of-text, which is at once the beginning of the next.
 LENGTHS = [[3, 1, 0, 7, 8], [23], [0, 0, 21], [11, 11]]
 
@@ -80,6 +80,35 @@ def test_the_rest_of_a_document_is_one_of_its_own(family, args):
     found = losses(model, window, document_starts(window[None, :-1], END))
     expected = torch.cat([losses(model, torch.cat([rest, text[:1]])), losses(model, text)])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_an_end_and_a_begin_token_are_one_border():
+    """Ends at a window's first and last place are of the document before."""
+    tokens = torch.tensor(
+        [[9, 1, 5, 9, 1, 5, 9], [1, 5, 1, 9, 9, 1, 9], [5, 9, 1, 9, 1, 9, 1], [5, 5, 9, 5, 1, 1, 9]]
+    )
+    starts = document_starts(tokens, 9, 1)
+    assert starts[:, :4].tolist() == [[0, 1, 4, 7], [0, 5, 7, 7], [0, 2, 4, 6], [0, 7, 7, 7]]
+    assert document_positions(starts, 7)[0].tolist() == [0, 0, 1, 2, 0, 1, 2]
+
+
+@every_shape
+def test_documents_with_a_begin_token_are_as_if_alone_from_that_token_on(family, args):
+    """The token may also be one of their text. The last target of each is the next one's first."""
+    model = family(args)
+    init_weights(model, seed=0)
+    begin = torch.tensor([BEGIN])
+    texts = [torch.cat([begin, text[1:]]) for text in packed([7, 0, 4, 8])[1]]
+    texts[3][3] = BEGIN
+    window = torch.cat([*texts, begin])
+    starts = document_starts(window[None, :-1], END, BEGIN)
+    assert starts[0, :5].tolist() == [0, 9, 11, 17, 27]
+    expected = torch.cat([losses(model, torch.cat([text, begin])) for text in texts])
+    found = losses(model, window, starts)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(
+        losses(model, window, document_starts(window[None, :-1], END)), expected, rtol=0, atol=1e-3
+    )
 
 
 def attention_apart(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, scale, **groups):

@@ -74,17 +74,21 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def begun(text: str, begin: int) -> tuple[str, str]:
-    """Return the text of a tokenizer.json that puts a token before texts, alone, and the token."""
+    """Return the text of a tokenizer.json that puts a token alone before texts, and the token."""
     with needs_package("tokenizers", "writing a tokenizer"):
-        from tokenizers import Tokenizer, processors
-    tokenizer = Tokenizer.from_str(text)
-    token = tokenizer.id_to_token(begin)
-    # By pieces: a text would be cut at blanks and colons of the token.
-    single = [(token, 0), ("$A", 0)]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=single, pair=[*single, ("$B", 1)], special_tokens=[(token, begin)]
-    )
-    return tokenizer.to_str(pretty=True), token
+        from tokenizers import Tokenizer
+    token = str(Tokenizer.from_str(text).id_to_token(begin))
+    # As the file has it: the package's constructor takes colons and dollars of a token for its own.
+    first = {"SpecialToken": {"id": token, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB")]
+    template = {
+        "type": "TemplateProcessing",
+        "single": [first, texts[0]],
+        "pair": [first, *texts],
+        "special_tokens": {token: {"id": token, "ids": [begin], "tokens": [token]}},
+    }
+    content = json.loads(text) | {"post_processor": template}
+    return json.dumps(content, indent=2, ensure_ascii=False), token
 
 
 def ends_of(tokenizer: Tokenizer) -> list[int]:
