@@ -73,6 +73,15 @@ def test_random_shards_are_those_of_a_run(tmp_path):
     assert len(np.unique(tokens)) > 3500
 
 
+def test_random_documents_begin_as_the_config_says(tmp_path):
+    config = tiny_config(tmp_path, data={"begin_token": "a"})
+    found = tiny_config(tmp_path, data=vars(write_random_shards(config.data, 3001, tmp_path / "x")))
+    [part] = prepare_data(found).parts
+    tokens = np.fromfile(part.folder / "train-00000-000.bin", dtype="<u2")
+    assert part.manifest.begin_token == 97
+    assert (tokens[::1000] == 97).all() and (tokens[999::1000] == 256).all()
+
+
 @pytest.mark.parametrize(
     "parallelism,ranks",
     [({}, 2), ({"tp": 2}, 2), ({"pp": 4}, 4), ({"tp": 3, "dp_shard": 2}, 6)],

@@ -523,6 +523,7 @@ def test_what_makes_a_run_the_same_run_is_marked():
         "model.activation",
         "model.scale_attn_by_inverse_layer_idx",
         "data.tokenizer",
+        "data.begin_token",
         "data.separate_documents",
         "data.packing",
         "training.seq_len",

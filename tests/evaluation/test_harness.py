@@ -15,9 +15,10 @@ from tests.support.tokenizers import write_llama
 from torchmars.cluster import connection
 from torchmars.commands import export
 from torchmars.config import ParallelismConfig
+from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.rows import read_tasks
-from torchmars.evaluation.scoring import Scorer
+from torchmars.evaluation.scoring import Scorer, Tokens
 from torchmars.exchange.saved_model import load_sharded_model
 from torchmars.exchange.tokenizer_files import byte_pair_tokenizer
 
@@ -196,3 +197,13 @@ def test_a_folder_whose_texts_begin_by_a_token_is_asked_as_the_harness_asks_it(t
     for until in ([], [free[2:4]], "zz", [free[-1:], free[1:3]]):
         request = "\u65e5", {"until": until, "max_gen_toks": 12}
         assert asked(ours, "generate_until", request) == asked(theirs, "generate_until", request)
+
+
+def test_the_begin_token_of_a_run_is_no_part_of_a_text():
+    from torchmars.evaluation.harness import HarnessModel
+
+    scorer = Scorer.__new__(Scorer)
+    scorer.seq_len, scorer.tokenizer = 8, load_tokenizer("bytes", "a")
+    model = HarnessModel.__new__(HarnessModel)
+    model.scorer, model.tokenizer = scorer, scorer.tokenizer
+    assert model.windows("fox") == [Tokens([97, *b"fox"], 3, 3)]

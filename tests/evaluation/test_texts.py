@@ -9,7 +9,7 @@ from torchmars.config import DataConfig
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.prepare import prepare_shards
 from torchmars.evaluation import texts
-from torchmars.evaluation.scoring import Score, Scorer
+from torchmars.evaluation.scoring import Score, Scorer, Tokens
 
 DOCUMENTS = ["The quick Füchse jump over 日本, foxes! \n", "on  the\tcat's é\n", "fox " * 30]
 
@@ -59,7 +59,7 @@ def test_a_document_of_which_no_token_is_left_has_its_bytes_too(tmp_path):
     assert (found.tokens, found.bytes) == (2, file.stat().st_size - len("<|endoftext|>\n"))
 
 
-def shards(folder, source, tokenizer, documents=()):
+def shards(folder, source, tokenizer, documents=(), begin_token="none"):
     """Return the manifest of a corpus, whose folder is `folder`/shards."""
     (folder / "text.txt").write_text("\n<|endoftext|>\n".join(documents))
     data = DataConfig(
@@ -67,6 +67,7 @@ def shards(folder, source, tokenizer, documents=()):
         [str(folder / "text.txt")] if documents else [],
         path=str(folder / "shards"),
         tokenizer=tokenizer,
+        begin_token=begin_token,
         validation_fraction=0.3,
         processes=1,
     )
@@ -87,6 +88,24 @@ def test_bytes_of_shards_are_those_that_were_counted(kind, tmp_path):
     known = manifest.text_bytes["validation"]
     assert unscored <= 5 and known * (1 - 0.2 * unscored) <= found.bytes <= known
     assert not found.decoded and "decode" not in "".join(texts.texts_table([found]))
+
+
+@pytest.mark.parametrize("kind,begin_token", [("bytes", "F"), ("WordPiece", "fox")])
+def test_a_token_that_begins_documents_is_no_text_of_theirs(kind, begin_token, tmp_path):
+    tokenizer, each = tokenizer_of(kind, tmp_path), len(MANY[0].encode()) + 1
+    manifest = shards(tmp_path, "text", tokenizer.name, MANY, begin_token)
+    known, split = manifest.text_bytes["validation"], manifest.splits["validation"]
+    assert abs(known - split.documents * each) <= split.documents
+    found = measured(Fixed(tokenizer), texts.ShardWindows(tmp_path / "shards", Fixed(tokenizer)))
+    # Tokens that are not scored have their share of the text, and less than 5 bytes a token.
+    assert known - 5 * (1 + split.tokens - found.tokens) <= found.bytes <= known
+
+
+def test_a_text_is_scored_after_the_token_that_documents_begin_with():
+    scorer = Fixed(load_tokenizer("bytes", "a"))
+    assert [each.ids for each in scorer.windows("fox")] == [[97, *b"fox"]]
+    assert scorer.tokens("", "fox") == Tokens([97, *b"fox"], 3)
+    assert scorer.tokens("o", "x") == Tokens([97, *b"ox"], 1)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte level"])

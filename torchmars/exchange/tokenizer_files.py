@@ -25,6 +25,8 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     writes the files is missing.
     """
     kept: dict[str, Any] = {}
+    put_before: list[int] = []
+    begin = tokenizer.begin_token
     if isinstance(tokenizer, FileTokenizer):
         text, end = tokenizer.text, tokenizer.token(tokenizer.end_of_text)
         put_before = tokenizer.put_before
@@ -34,7 +36,9 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     else:
         assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
         ranks, pattern, special = tokenizer.byte_pairs()
-        text, put_before = byte_pair_tokenizer(ranks, pattern, special).to_str(pretty=True), []
+        built = byte_pair_tokenizer(ranks, pattern, special)
+        text = built.to_str(pretty=True)
+        kept = {} if begin is None else {"bos_token": built.id_to_token(begin)}
         end = next(name for name, number in special.items() if number == tokenizer.end_of_text)
     config = {
         "bos_token": end,
@@ -45,8 +49,8 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
         "tokenizer_class": "PreTrainedTokenizerFast",  # of tokenizer.json alone, and no code
         "model_max_length": seq_len,
     }
-    if (begin := tokenizer.begin_token) is not None and put_before != [begin]:
-        text, config["bos_token"] = begun(text, begin)
+    if begin is not None and put_before != [begin]:
+        text = begun(text, kept["bos_token"], begin)
     return {
         "tokenizer.json": text,
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
@@ -73,11 +77,8 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
     return found
 
 
-def begun(text: str, begin: int) -> tuple[str, str]:
-    """Return the text of a tokenizer.json that puts a token alone before texts, and the token."""
-    with needs_package("tokenizers", "writing a tokenizer"):
-        from tokenizers import Tokenizer
-    token = str(Tokenizer.from_str(text).id_to_token(begin))
+def begun(text: str, token: str, begin: int) -> str:
+    """Return the text of a tokenizer.json that puts a token, of id `begin`, alone before texts."""
     # As the file has it: the package's constructor takes colons and dollars of a token for its own.
     first = {"SpecialToken": {"id": token, "type_id": 0}}
     texts = [{"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB")]
@@ -88,7 +89,7 @@ def begun(text: str, begin: int) -> tuple[str, str]:
         "special_tokens": {token: {"id": token, "ids": [begin], "tokens": [token]}},
     }
     content = json.loads(text) | {"post_processor": template}
-    return json.dumps(content, indent=2, ensure_ascii=False), token
+    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 def ends_of(tokenizer: Tokenizer) -> list[int]:
