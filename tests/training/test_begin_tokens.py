@@ -74,7 +74,7 @@ def test_a_model_that_saw_another_begin_token_is_told_in_a_line(folder, capsys):
         assert not warnings(capsys, plain)
         assert "those of" in warnings(capsys, begun)[0]
         assert "set data.begin_token to none, and" in warnings(capsys, begun)[0]
-        for number in (None, "x", [1]):
+        for number in (None, "x", [1], -1, True):
             set_begin(llama, number)
             assert not warnings(capsys, plain) and not warnings(capsys, begun)
     finally:
