@@ -62,6 +62,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ministral": _MISTRAL | {"layer_types": None},
     "smollm3": _LLAMA
     | {
+        "bos_token_id": 128_000,
         "vocab_size": 128_256,
         "hidden_size": 2048,
         "num_hidden_layers": 36,

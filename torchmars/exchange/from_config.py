@@ -72,11 +72,9 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 def left_to_class(config: Mapping[str, Any]) -> list[str]:
     """Return the sizes that a config.json leaves to the defaults of its class."""
     kind = READ_AS.get(config["model_type"], config["model_type"])
-    given = {*config, *(ALIASES.get(kind, {}).get(name) for name in config)}
+    given = {BEGIN, *config, *(ALIASES.get(kind, {}).get(name) for name in config)}
     return [
-        name
-        for name, value in DEFAULTS[kind].items()
-        if type(value) is int and name not in {*given, BEGIN}
+        name for name, value in DEFAULTS[kind].items() if type(value) is int and name not in given
     ]
 
 
