@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from tests.support.tiny import listen, tiny_tables, write_text
+from tests.support.full import FULL
+from tests.support.tiny import listen, metrics, tiny_tables, train, write_text
 from tests.support.tokenizers import write_llama
 from torchmars.api import load
 from torchmars.config.load import config_from_tables
@@ -66,6 +67,8 @@ def test_a_model_that_saw_another_begin_token_is_told_in_a_line(folder, capsys):
     assert not warnings(capsys, begun)
     other = tables_from(folder, source, "other", begin_token="<turn>")
     assert 'begin with token 3: set data.begin_token to "<s>"' in warnings(capsys, other)[0]
+    theirs = tables_from(folder, source, "theirs", tokenizer="bytes")
+    assert "token 256 alone, which ends them: set data.tokenizer to" in warnings(capsys, theirs)[0]
     try:
         set_begin(llama, "gone")  # Llama's own default is 1
         assert "begin with token 1, those" in warnings(capsys, plain)[0]
@@ -107,3 +110,19 @@ def test_a_run_is_asked_and_exported_as_its_documents_began(folder, tmp_path, ca
     )
     same = tables_from(folder, str(run), "p3", begin_token="<s>")
     assert not warnings(capsys, same)
+
+
+@FULL
+def test_documents_with_a_begin_token_are_the_same_on_other_layouts(folder):
+    data = {"begin_token": "auto", "separate_documents": True, "packing": "best_fit"}
+    runs = [
+        tables_from(folder, f"hf:{folder}/llama", "begun", **data)
+        | {"run": {"name": name, "folder": str(folder / "runs")}, "parallelism": parallelism}
+        for name, parallelism in (("one", {}), ("cp", {"cp": 2}), ("tp", {"tp": 2}))
+    ]
+    train(1, runs[0])
+    train(2, *runs[1:])
+    expected = metrics(runs[0])
+    assert len(expected) == 2
+    for run in runs[1:]:
+        assert metrics(run) == pytest.approx(expected, rel=1e-5)

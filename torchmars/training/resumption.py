@@ -74,17 +74,17 @@ def begin_token_warning(begin: int | None, config: ResolvedConfig, data: Mixture
     own = manifest.end_of_text if manifest.begin_token is None else manifest.begin_token
     if begin in (None, own):
         return ""
-    tokenizer, remedy = (
-        load_tokenizer(config.data.tokenizer),
-        "the tokenizer of that model and auto",
-    )
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    remedy = "set data.tokenizer to the one of that model, data.begin_token to auto"
     if begin == tokenizer.end_of_text:
-        remedy = "none"
+        remedy = "set data.begin_token to none"
     elif isinstance(tokenizer, FileTokenizer) and begin < tokenizer.vocab_size:
-        remedy = json.dumps(tokenizer.token(begin), ensure_ascii=False)
+        token = tokenizer.token(begin)
+        if tokenizer.number(token) == begin:  # else no token has the id
+            remedy = f"set data.begin_token to {json.dumps(token, ensure_ascii=False)}"
     after = " alone, which ends them" if manifest.begin_token is None else ""
     return (
         f"{config.checkpoint.init_from} was trained on texts that begin with token {begin}, those "
-        f"of {data.parts[0].folder} begin with token {own}{after}: set data.begin_token to "
-        f"{remedy}, and data.path to another folder"
+        f"of {data.parts[0].folder} begin with token {own}{after}: {remedy}, and data.path to "
+        "another folder"
     )
