@@ -480,8 +480,8 @@ def test_what_makes_a_run_the_same_run_is_marked():
     }
     latent_shape = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
     shape |= {*latent_shape, "n_group", "topk_group"}
-    latent = {f"model.{name}" for name in (*latent_shape, "n_group", "topk_group")}
-    latent |= {"model.rope_interleave", "model.rope_logit_factor"}
+    latent = {*latent_shape, "n_group", "topk_group", "rope_interleave", "rope_logit_factor"}
+    latent = {f"model.{name}" for name in latent}
     transfer = {f"transfer.{name}" for name in ("size", "depth", "decay", "embedding", *shape)}
     assert {*identity_fields()} == transfer | latent | {
         "run.seed",

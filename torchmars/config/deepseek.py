@@ -15,8 +15,8 @@ from torchmars.core.errors import UserError
 
 def published(n_layer: int, n_head: int, n_embd: int, n_inner: int, **more: Any) -> dict[str, Any]:
     """Return a size, with what most published ones have."""
-    own = {"q_lora_rank": 1536, "kv_lora_rank": 512, "n_dense": 1, "n_expert_shared": 1}
-    own |= {"router": "sigmoid"}
+    own: dict[str, Any] = {"q_lora_rank": 1536, "kv_lora_rank": 512, "router": "sigmoid"}
+    own |= {"n_dense": 1, "n_expert_shared": 1}
     heads = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "n_inner": n_inner}
     return shape | own | heads | {"norm_eps": 1e-6, "tied": False} | more

@@ -55,7 +55,8 @@ def cut_layers(model: Model, mesh: DeviceMesh) -> None:
     for number, block in model.blocks.items():
         # Each rank routes its own part of the sequences.
         mlp = routed[number].shared if number in routed else block.get_submodule("mlp")
-        for branch in (block.get_submodule("attn"), mlp):
+        branches: list[Any] = [block.get_submodule("attn"), mlp]
+        for branch in branches:
             if hasattr(branch, "gather"):
                 branch.gather = partial(gathered_as_one, mesh=mesh)
             elif branch is not None:
@@ -120,13 +121,13 @@ class LocalParallel(ParallelStyle):
     def __init__(self, placement: Placement, local: Callable[[Tensor], Tensor]) -> None:
         self.placement, self.local = placement, local
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         place(module, device_mesh, self.placement)
-        if isinstance(module, nn.Linear):
+        module.local, is_layer = self.local, isinstance(module, nn.Linear)
+        if is_layer:
             module.forward = lambda x: F.linear(x, self.local(module.weight))
-        else:
-            module.local = self.local
-        return module
+        layer: nn.Module = module
+        return layer
 
 
 class WholeNormParallel(ParallelStyle):
