@@ -179,6 +179,16 @@ def test_memory_of_experts(tmp_path, ranks, training, parallelism, mode):
     )
 
 
+LATENT = {"name": "deepseek", "vocab_size": 1004}
+
+
+@needs_linux
+@FULL
+@pytest.mark.parametrize("parallelism", [{"ep": 2}, {"tp": 2}, {"cp": 2}], ids=str)
+def test_memory_of_latent_attention(tmp_path, parallelism):
+    check_memory(tmp_path, MARS_M, {}, parallelism, ranks=2, model=LATENT)
+
+
 def check_memory(tmp_path, optimizer, training, parallelism, ranks=4, **sections):
     """Compare the plan with a run."""
     write_text(tmp_path)

@@ -106,7 +106,7 @@ class RuleOfThumb:
         flops = self.flops * config.training.tokens_per_step
         compute = flops / self.world_size / FLOPS * (1 + again / 3)
         # For each token of a block, bytes through an axis, in both passes.
-        keys = 2 * model.heads[1] * model.head_width
+        keys = model.kept_width
         layers = 16 * (tp - 1) / tp * width / self.speed(tp)
         layers += 8 * (cp - 1) * keys / tp / self.speed(tp * cp)
         layers += 8 * self.rows / tp * (ep - 1) / ep / self.speed(ep)
