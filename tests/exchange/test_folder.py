@@ -60,6 +60,10 @@ MODELS = {
     | {"window": 9, "window_blocks": "sf", "rope_scaling": "yarn", "rope_scaling_factor": 4.0}
     | {"rope_original_len": 32},
     "smollm3": LLAMA | {"rope_blocks": "rn", "window": 9, "window_blocks": "fs"},
+    "olmo3": LLAMA
+    | {"window": 9, "window_blocks": "sf", "post_norms": True, "qk_norm": True}
+    | {"qk_norm_whole": True, "rope_theta": 77.0, "rope_blocks": "ur", "rope_original_len": 32}
+    | {"rope_scaling": "yarn", "rope_scaling_factor": 4.0},
     "qwen2": LLAMA | {"qkv_bias": True},
     "qwen3": LLAMA | {"qk_norm": True, "head_dim": 16},
 }

@@ -34,6 +34,7 @@ FAMILIES = {
     "llama": SHAPE,
     "mistral": SHAPE | {"sliding_window": 5},
     "ministral": SHAPE | {"sliding_window": 5, "layer_types": [FULL, SLIDING], "head_dim": 16},
+    "olmo3": SHAPE | {"sliding_window": 5, "layer_types": [FULL, SLIDING]},
     "smollm3": SHAPE | {"no_rope_layer_interval": 2, "pad_token_id": None},
     "qwen2": SHAPE,
     "qwen3": SHAPE | {"head_dim": 16},

@@ -73,8 +73,12 @@ def test_losses_of_windows_are_those_of_one_rank(tmp_path):
     check(tmp_path, [("windows", "mars-m")], ["CP 2"], steps=3)
 
 
+def test_losses_of_norms_over_the_heads_of_all_ranks_are_those_of_one_rank(tmp_path):
+    check(tmp_path, [("OLMo 3", "mars-m")], ["TP 2"], steps=3)
+
+
 @FULL
-@pytest.mark.parametrize("model", ["Llama of a base", "windows"])
+@pytest.mark.parametrize("model", ["Llama of a base", "windows", "OLMo 3"])
 @pytest.mark.parametrize("rule", ["mars-m", "mars-adamw"])
 def test_so_they_are_on_six_layouts(rule, model, tmp_path):
     layouts = ["HSDP 2x2", "TP 2", "PP 2 x FSDP 2", "CP 2", "CP 2 Ulysses", "TP 2 x CP 2"]

@@ -43,6 +43,9 @@ MODELS["windows"] = MODELS["Llama"] | {
     **{"window": 20, "window_blocks": "sf", "rope_blocks": "rrn"},
     **{"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_len": 16},
 }
+MODELS["OLMo 3"] = MODELS["windows"] | {
+    **{"rope_blocks": "ur", "post_norms": True, "qk_norm": True, "qk_norm_whole": True},
+}
 BASES: dict[str, dict] = {
     "Llama of a base": SHAPE
     | {"n_layer": 1, "n_head": 4, "n_embd": 16, "n_inner": 24, "depth": "1/L", "embedding": 0.5}

@@ -7,16 +7,17 @@ from typing import Any
 
 import tomli_w
 
+from torchmars.config.plugins import PluginOptions
 from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error, file_errors
 from torchmars.core.files import path_problem, write_durably
 from torchmars.core.help import Positional
-from torchmars.core.options import parse
+from torchmars.core.options import parse, words
 from torchmars.exchange.families import IN_WORDS
 
 
 @dataclass
-class Import:
+class Import(PluginOptions):
     __doc__ = f"""Write a config that trains on from a model of Hugging Face's transformers.
 
     The folder is one that save_pretrained wrote, or that was downloaded, with .safetensors files.
@@ -49,10 +50,13 @@ def main() -> None:
         from torchmars.exchange.folder import open_folder
 
         found = open_folder(options.folder)
+        tables = found.tables
+        if options.plugins is not None:
+            tables = {"run": {"plugins": words(options.plugins, "--plugins")}} | tables
         with file_errors(f"cannot write {options.config}"):
-            write_durably(options.config, tomli_w.dumps(found.tables))
+            write_durably(options.config, tomli_w.dumps(tables))
         say(f"{options.config}: {found.model.describe()}")
-        say(*next_commands(*after_import(options, found.tables)))
+        say(*next_commands(*after_import(options, tables)))
 
 
 def after_import(options: Import, tables: dict[str, Any]) -> list[list[str]]:
@@ -62,4 +66,5 @@ def after_import(options: Import, tables: dict[str, Any]) -> list[list[str]]:
     if "data" not in tables:
         return [plan]
     sample = ["torchmars", "generate", str(options.folder), "--prompt", "The"]
+    sample += [] if options.plugins is None else ["--plugins", options.plugins]
     return [sample, plan, ["torchmars", "train", config]]

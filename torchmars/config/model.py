@@ -71,7 +71,7 @@ class ModelConfig:
     """Which model is trained."""
 
     name: Annotated[str, FamilyName(MODELS), Mark.IDENTITY] = "gpt2"
-    """Model family. llama: also Mistral, Ministral, SmolLM3, Qwen2, Qwen3, Qwen3-MoE, Mixtral and
+    """Model family. llama: also Mistral, Ministral, SmolLM3, OLMo 3, Qwen2, Qwen3, Qwen3-MoE, Mixtral and
     GLM-4.5. deepseek: models with latent attention, DeepSeek-V3, Moonlight, Kimi K2 and
     GLM-4.7-Flash."""
     size: Annotated[str, Mark.IDENTITY] = "nano"

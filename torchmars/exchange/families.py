@@ -81,6 +81,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "olmo3": _LLAMA
     | {
         "vocab_size": 50_304,
+        "bos_token_id": None,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
         "sliding_window": 4096,

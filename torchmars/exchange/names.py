@@ -43,6 +43,8 @@ OLMO_NAMES = LLAMA_NAMES | {
     "attn_norm": "post_attention_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
 }
+# The table of each class of models. A plugin's class enters its own.
+NAMES: dict[type[Model], dict[str, str]] = {GPT2: GPT2_NAMES, Llama: LLAMA_NAMES}
 # Ends of a mixture's names. "*" stands for the number of an expert.
 QWEN3_MOE_NAMES = {
     "mlp.router.weight": "mlp.gate.weight",
@@ -100,11 +102,10 @@ def counterparts(model: Model, fused: bool = False) -> dict[str, Counterpart]:
     linear = {
         f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    names, transpose = LLAMA_NAMES, frozenset[str]()
-    if isinstance(model, GPT2):
-        names, transpose = GPT2_NAMES, frozenset(linear)
-    elif isinstance(model, Llama) and getattr(model.args, "post_norms", False):
+    names = next(NAMES[each] for each in type(model).__mro__ if each in NAMES)
+    if type(model) is Llama and model.args.post_norms:
         names = OLMO_NAMES
+    transpose = linear if isinstance(model, GPT2) else frozenset()
     return {
         name: Counterpart(their_name(name, names), name in transpose) for name in model.state_dict()
     }

@@ -1,9 +1,9 @@
 """The config of a model in Hugging Face's transformers."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torchmars.config.decoder import DecoderArgs
-from torchmars.config.deepseek import DeepseekArgs
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.llama import LlamaArgs
 from torchmars.core.errors import UserError
@@ -45,12 +45,8 @@ def to_config(model: Model) -> dict[str, Any]:
 
     Raises `UserError` for a shape that no class of transformers has.
     """
-    if type(model) is GPT2:
-        return gpt2_config(model)
-    if type(model) is Llama:
-        return llama_config(model.args)
-    if type(model) is Deepseek:
-        return deepseek_config(model.args)
+    if type(model) in WRITERS:
+        return WRITERS[type(model)](model)
     raise UserError(
         f"transformers has no {type(model).__name__}: export it to a file that ends in .safetensors"
     )
@@ -72,7 +68,8 @@ def gpt2_config(model: GPT2) -> dict[str, Any]:
     }
 
 
-def llama_config(args: LlamaArgs) -> dict[str, Any]:
+def llama_config(model: Llama) -> dict[str, Any]:
+    args = model.args
     if args.n_expert:
         check_mixture(args)
     elif args.rotary_fraction != 1:
@@ -154,7 +151,8 @@ def mixture_config(args: LlamaArgs) -> dict[str, Any]:
     }
 
 
-def deepseek_config(args: DeepseekArgs) -> dict[str, Any]:
+def deepseek_config(model: Deepseek) -> dict[str, Any]:
+    args = model.args
     if args.n_expert and not (args.n_expert_shared and args.router == "sigmoid"):
         raise UserError(
             'DeepSeek-V3 has model.router = "sigmoid" and model.n_expert_shared: such weights can '
@@ -192,3 +190,11 @@ def keys_of(kind: str, args: GPT2Args | DecoderArgs) -> dict[str, Any]:
     if isinstance(args, LlamaArgs):
         ours = ours | {"head_dim": args.head_width}
     return {theirs: ours[name] for name, theirs in KEYS[kind].items()}
+
+
+# By the class of a model. A plugin's class enters its own, as it enters the other way in READERS.
+WRITERS: dict[type[Model], Callable[[Any], dict[str, Any]]] = {
+    GPT2: gpt2_config,
+    Llama: llama_config,
+    Deepseek: deepseek_config,
+}

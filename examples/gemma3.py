@@ -1,0 +1,245 @@
+"""Gemma 3, text only, as a plugin: a family of models in one file.
+
+It differs from Llama in norms before and after attention and MLP, whose weights count from 1, in
+embeddings times the root of the width, in GELU, and in rotary positions of two wavelengths.
+
+Source: Gemma Team 2025 (arXiv 2503.19786).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchmars.config.llama import LlamaArgs
+from torchmars.config.model import MODELS
+from torchmars.core.bounds import Range
+from torchmars.exchange.families import DEFAULTS, KEYS
+from torchmars.exchange.from_config import READERS, shape_of
+from torchmars.exchange.names import LLAMA_NAMES, NAMES
+from torchmars.exchange.patterns import by_block, shortest
+from torchmars.exchange.rope import rope_config, rope_of
+from torchmars.exchange.to_config import WRITERS, keys_of
+from torchmars.exchange.values import number, require_all, whole_number
+from torchmars.models.attention import CausalAttention, Sight
+from torchmars.models.llama import MLP, Llama
+from torchmars.models.model import added
+from torchmars.models.rotary import rotate, rotation
+
+
+def size(n_layer, n_head, n_embd, n_inner, **more):
+    """Return a published size."""
+    shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "n_inner": n_inner}
+    own = {"head_dim": 256, "rope_theta": 1e6, "norm_eps": 1e-6, "tied": True, "qk_norm": True}
+    return shape | own | {"window": 1024, "window_blocks": "sssssf", "query_width": 256} | more
+
+
+LONG = {"rope_scaling": "linear", "rope_scaling_factor": 8.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Args(LlamaArgs):
+    """The settings of Llama, and three more."""
+
+    sizes = {
+        "nano": size(6, 4, 192, 512, n_kv_head=2, head_dim=48, window=128, query_width=48),
+        "270m": size(18, 4, 640, 2048, n_kv_head=1, window=512),
+        "1b": size(26, 4, 1152, 6912, n_kv_head=1, window=512),
+        "4b": size(34, 8, 2560, 10240, n_kv_head=4) | LONG,
+        "12b": size(48, 16, 3840, 15360, n_kv_head=8) | LONG,
+        "27b": size(62, 32, 5376, 21504, n_kv_head=16, head_dim=128, query_width=168) | LONG,
+    }
+
+    query_width: Annotated[int, Range(1, 1_000_000)]
+    """Attention logits are divided by its root. query_pre_attn_scalar there."""
+    rope_theta_window: Annotated[float, Range(1, 1e12)] = 10_000.0
+    """Base of the wavelengths of blocks with a window, which no scaling stretches."""
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm whose weight is what is added to 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+
+
+class Attention(nn.Module):
+    """Llama's, with norms of its own kind and another scale."""
+
+    def __init__(self, args: Gemma3Args) -> None:
+        super().__init__()
+        self.head_width = args.head_width
+        q_width, kv_width = args.n_head * args.head_width, args.n_kv_head * args.head_width
+        self.q = nn.Linear(args.n_embd, q_width, bias=False)
+        self.k = nn.Linear(args.n_embd, kv_width, bias=False)
+        self.v = nn.Linear(args.n_embd, kv_width, bias=False)
+        self.q_norm = Norm(args.head_width, args.norm_eps)
+        self.k_norm = Norm(args.head_width, args.norm_eps)
+        self.proj = nn.Linear(q_width, args.n_embd, bias=False)
+        self.attend = CausalAttention(args.multipliers.attention * args.query_width**-0.5)
+
+    def forward(self, x, cos, sin, sight):
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.q, self.k, self.v)
+        )
+        q, k, v = (heads.transpose(1, 2) for heads in (self.q_norm(q), self.k_norm(k), v))
+        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, sight)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class GeluMLP(MLP):
+    """Llama's, with GELU by tanh in place of SiLU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(F.gelu(self.gate(x), approximate="tanh") * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each between two norms."""
+
+    def __init__(self, args: Gemma3Args) -> None:
+        super().__init__()
+        self.residual = args.multipliers.residual
+        self.attn, self.mlp = Attention(args), GeluMLP(args.n_embd, args.n_inner)
+        self.attn_norm, self.attn_out_norm, self.mlp_norm, self.mlp_out_norm = (
+            Norm(args.n_embd, args.norm_eps) for _ in range(4)
+        )
+
+    def forward(self, x, cos, sin, sight):
+        y = self.attn(self.attn_norm(x), cos, sin, sight)
+        x = added(x, self.attn_out_norm(y), self.residual)
+        return added(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x))), self.residual)
+
+
+class Gemma3(Llama):
+    """A model of Gemma 3."""
+
+    settings = Gemma3Args
+    multipliers = Llama.multipliers
+
+    def __init__(self, args: Gemma3Args) -> None:
+        super().__init__(args)
+        self.norm = Norm(args.n_embd, args.norm_eps)
+
+    def make_block(self, number):
+        return Block(self.args)
+
+    def init_std(self, name: str) -> float | None:
+        return 0.0 if "norm" in name else super().init_std(name)
+
+    def embed(self, tokens, positions):
+        return self.tok_embed(tokens) * self.width**0.5
+
+    def transform(self, x, positions, sight):
+        args = self.args
+        narrow = replace(args, rope_theta=args.rope_theta_window, rope_scaling_factor=1.0)
+        turns = {each: rotation(positions, args.head_width, each) for each in (args, narrow)}
+        sights = {args: sight, narrow: Sight.within(args.window, sight, x, 0.0)}
+        for name, block in self.blocks.items():
+            kind = narrow if args.window_of(int(name)) else args
+            x = block(x, *turns[kind], sights[kind])
+        return x
+
+
+KIND = "gemma3_text"
+TYPES = {"s": "sliding_attention", "f": "full_attention"}
+
+
+def from_gemma3(config):
+    """Return the section [model] of a config.json of transformers. Raises `UserError`."""
+    require_all(
+        config,
+        hidden_activation=["gelu_pytorch_tanh"],
+        attention_bias=[False],
+        attn_logit_softcapping=[None],  # transformers reads it, and never uses it
+        final_logit_softcapping=[None],
+        tie_word_embeddings=[True],
+        use_bidirectional_attention=[None, False],
+    )
+    every, blocks = config["sliding_window_pattern"], whole_number(config, "num_hidden_layers")
+    letters = ["s" if place % every else "f" for place in range(1, blocks + 1)]
+    types = by_block(config, "layer_types", blocks) or [TYPES[each] for each in letters]
+    require_each(types)
+    found = shape_of(config) | {"name": "gemma3", "tied": True, "qk_norm": True}
+    return (
+        found
+        | ropes_of(config)
+        | {
+            "window": whole_number(config, "sliding_window"),
+            "window_blocks": shortest("".join(each[0] for each in types)),
+        }
+    )
+
+
+def require_each(types):
+    """Raise `UserError` for a type of blocks that Gemma 3 does not have."""
+    for each in types:
+        require_all({"layer_types": each}, layer_types=[*TYPES.values()])
+
+
+def ropes_of(config):
+    """Return our settings of both kinds of rotary positions.
+
+    transformers 5 has a table for each type of blocks, older versions keys beside each other.
+    """
+    wide = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {})}
+    narrow = {"rope_theta": config["rope_local_base_freq"]}
+    tables = config.get("rope_parameters") or {}
+    wide, narrow = wide | tables.get(TYPES["f"], {}), narrow | tables.get(TYPES["s"], {})
+    require_all(narrow, rope_type=["default"])
+    found = rope_of({**config, "rope_scaling": None, "rope_parameters": wide})
+    return found | {"rope_theta_window": number(narrow, "rope_theta")}
+
+
+def gemma3_config(model):
+    """Return the config.json of a model, in the form that both versions read."""
+    args = model.args
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": KIND,
+        **keys_of(KIND, args),
+        "rope_scaling": None,
+        **rope_config(args),
+        "rope_local_base_freq": args.rope_theta_window,
+        "sliding_window": args.window,
+        "layer_types": [TYPES["s" if args.window_of(n) else "f"] for n in range(args.n_layer)],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    }
+
+
+# What config.json leaves out is as in the class Gemma3TextConfig of transformers 5.24.
+DEFAULTS[KIND] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "layer_types": None,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "rope_scaling": None,
+    "partial_rotary_factor": 1.0,
+    "bos_token_id": 2,
+}
+KEYS[KIND] = KEYS["llama"] | {"query_width": "query_pre_attn_scalar"}
+NAMES[Gemma3] = LLAMA_NAMES | {
+    "attn_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+READERS[KIND], WRITERS[Gemma3] = from_gemma3, gemma3_config
+MODELS["gemma3"] = "gemma3.Gemma3"
