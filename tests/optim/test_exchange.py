@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.support.ranks import run_ranks
 from tests.support.steps import SHARDED, sharded, take_steps, whole
 from tests.support.tiny import set_bfloat16
-from torchmars.optim import MARS
+from torchmars.optim import MARS, param_groups
 from torchmars.optim.matrices import owners
 
 
@@ -113,6 +113,48 @@ def even_bytes():
 def test_bytes_are_the_formula_where_shards_are_even():
     """2 N / W (W - 1) / W bytes each way, with N = 1024 elements and W = 4 ranks."""
     assert run_ranks(even_bytes, 4) == [2 * (2 * 1024 / 4 * 3 / 4)] * 4
+
+
+class Attention(nn.Module):
+    """Whose heads are of 4 rows."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.head_rows = {"qkv": 9}
+        self.qkv, given = nn.Linear(8, 36, bias=False), torch.randn(36, 8)
+        self.qkv.weight = nn.Parameter(distribute_tensor(given, mesh, [Shard(0)]))
+
+
+def bytes_of_heads(sizes):
+    """Return the bytes that this rank sends in a step over the heads of a fused qkv."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shards",))
+    weights, found = [], []
+    for per_head in (True, False):
+        torch.manual_seed(0)
+        model = Attention(mesh)
+        groups = param_groups(model, "mars-m", per_head=per_head, by_role=BY_HAND[per_head])
+        optimizer = MARS(groups, matrix_dtype="float32")
+        model.qkv.weight.grad = torch.ones_like(model.qkv.weight)
+        with pytest.MonkeyPatch.context() as patch:
+            sent = spied(patch)
+            optimizer.step()
+        found.append(sum(sent))
+        weights.append(model.qkv.weight.full_tensor())
+    assert torch.equal(*weights)
+    return found
+
+
+BY_HAND = {True: {}, False: {"matrix": {"split": 9}}}
+
+
+def test_heads_that_a_rank_has_whole_do_not_travel():
+    """Of 9 heads on 3 ranks none; on 2 ranks half of the one that is cut, to its owner and back.
+
+    The same pieces by `split` alone all travel to owners where one of them is cut.
+    """
+    assert run_ranks(bytes_of_heads, 3, (3,)) == [[0, 0]] * 3
+    by_head, by_hand = (sum(each) for each in zip(*run_ranks(bytes_of_heads, 2, (2,))))
+    assert by_head == 2 * 4 * (2 * 8) and by_hand > by_head
 
 
 def overlapped(overlap):

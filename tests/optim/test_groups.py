@@ -194,3 +194,84 @@ def test_all_but_matrices_take_a_rate_of_their_own(rule):
     for other in ("adamw", "mars-shampoo"):
         with pytest.raises(ValueError, match=f'lr_rest has no meaning for "{other}"'):
             param_groups(Model(), other, lr_rest=0.1)
+
+
+class Heads(nn.Module):
+    """A model whose attention says which rows are one head's."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Module()
+        self.attn.head_rows = {"qkv": 6, "out": 1}
+        self.attn.qkv, self.attn.out = nn.Linear(4, 12, bias=False), nn.Linear(4, 4, bias=False)
+        self.mlp = nn.ModuleList([nn.Linear(4, 8, bias=False), nn.LayerNorm(8)])
+
+
+def test_per_head_takes_the_split_that_a_model_declares_and_nothing_else():
+    def split(**options):
+        groups = param_groups(Heads(), "muon", **options)
+        return {
+            name: (each.get("split", 1), each.get("per_head", False))
+            for each in groups
+            for name, _ in each["params"]
+            if each["rule"] == "muon"
+        }
+
+    names = ("attn.qkv.weight", "attn.out.weight", "mlp.0.weight")
+    by_head = dict(zip(names, [(6, True), (1, False), (1, False)]))
+    assert split(per_head=True) == split(by_role={"matrix": {"per_head": True}}) == by_head
+    own = [("*.qkv.*", {"per_head": False, "split": 3})]
+    assert split(per_head=True, by_pattern=own)["attn.qkv.weight"] == (3, False)
+    assert split(by_pattern=[("*.qkv.*", {"per_head": True})])["attn.qkv.weight"] == (6, True)
+    assert split()["attn.qkv.weight"] == (3, False)  # as it is fused
+    assert split(split_fused=False)["attn.qkv.weight"] == (1, False)
+    wrapped = nn.Module()
+    wrapped.module = Heads()  # as DDP does
+    assert {each.get("split", 1) for each in param_groups(wrapped, "muon", per_head=True)} == {1, 6}
+    by_adamw = param_groups(Heads(), "muon", per_head=True, by_pattern=[("*", {"rule": "adamw"})])
+    assert not any("per_head" in each or "split" in each for each in by_adamw)
+
+
+@pytest.mark.parametrize(
+    "model,options,message",
+    [
+        (Model, {"per_head": True}, "per_head has no meaning for a Model, whose attention decl"),
+        (Heads, {"name": "adamw", "per_head": True}, 'per_head has no meaning for "adamw"'),
+        (Heads, {"per_head": 3}, "per_head must be true or false"),
+        (
+            Heads,
+            {"by_role": {"matrix": {"per_head": True, "split": 3}}},
+            "matrix.split does not go with per_head",
+        ),
+        (
+            Heads,
+            {"per_head": True, "by_pattern": [("*.qkv.*", {"split": 3})]},
+            "qkv.*.split does not go with per_head.* or set per_head = false",
+        ),
+        (
+            Heads,
+            {"by_role": {"embedding": {"per_head": True}}},
+            'embedding.per_head has no meaning for "adamw"',
+        ),
+    ],
+)
+def test_per_head_is_refused_where_it_means_nothing(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        param_groups(model(), **{"name": "muon"} | options)
+
+
+def test_per_head_needs_the_model_and_cannot_change():
+    layer = nn.Linear(4, 12, bias=False)
+    with pytest.raises(ValueError, match=r"per_head of group 0 needs the model.*param_groups\("):
+        MARS(layer.parameters(), rule="muon", per_head=True)
+    model = Heads()
+    optimizer = MARS(param_groups(model, "muon", per_head=True))
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    group = next(each for each in optimizer.param_groups if each.get("per_head"))
+    for key, value in (("per_head", False), ("split", 3)):
+        before, group[key] = group[key], value
+        with pytest.raises(ValueError, match=f"{key} of group . was .* and cannot change"):
+            optimizer.step()
+        group[key] = before

@@ -4,9 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.optim import reference
 from tests.optim.reference import gradients, orthogonalized
-from tests.support.steps import BASE, meant, run
-from torchmars.optim import MARS
+from tests.support.steps import BASE, meant, relative, run
+from torchmars.config.gpt2 import GPT2Args
+from torchmars.config.llama import LlamaArgs
+from torchmars.models.gpt2 import GPT2
+from torchmars.models.llama import Llama
+from torchmars.optim import MARS, param_groups
 from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 
 orthogonalize = ORTHOGONALIZERS["newton-schulz"]
@@ -102,3 +107,55 @@ def test_newton_schulz():
         alone = [orthogonalize(rounded[i : i + 1], dtype)[0] for i in range(3)]
         assert all(torch.equal(one, other) for one, other in zip(alone, together))
     assert orthogonalize.flops(8, 20) == orthogonalize.flops(20, 8) == 5 * (4 * 64 * 20 + 2 * 512)
+
+
+class Latent(nn.Module):
+    """An attention of a user's own, whose heads have rows of two kinds, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_rows = {"q_b": (6, 2) * 3, "kv_a": (5, 2), "one": 1}
+        self.q_b, self.kv_a = nn.Linear(9, 24, bias=False), nn.Linear(9, 7)
+        self.one, self.proj = nn.Linear(9, 4), nn.Linear(9, 5)
+
+
+SHAPE = {"vocab_size": 16, "seq_len": 8, "n_layer": 2, "n_embd": 24}
+# Of each model the rows of the pieces of its matrices; all others are whole.
+BY_HEAD = {
+    "GPT-2": (lambda: GPT2(GPT2Args(**SHAPE, n_head=3)), {"attn.qkv.weight": [8] * 9}),
+    "Llama": (
+        lambda: Llama(LlamaArgs(**SHAPE, n_head=4, n_kv_head=2, n_inner=40, head_dim=5)),
+        {"attn.q.weight": [5] * 4, "attn.k.weight": [5] * 2, "attn.v.weight": [5] * 2},
+    ),
+    "own": (Latent, {"q_b.weight": [6, 2] * 3, "kv_a.weight": [5, 2]}),
+}
+
+
+@pytest.mark.parametrize("name", BY_HEAD)
+def test_heads_are_matrices_of_their_own_where_that_is_asked_for(name):
+    """As in float64, one head at a time, under every rule that orthogonalises."""
+    make, rows = BY_HEAD[name]
+    for rule in ("mars-m", "mars-shampoo", "muon"):
+        torch.manual_seed(0)
+        model, lean = make().double(), meant(rule, {"clip": None})
+        groups = param_groups(model, rule, lr=6e-3, weight_decay=0.1, per_head=True, **lean)
+        of_rule = [group for group in groups if group["rule"] == rule]
+        named = {each: weight for group in of_rule for each, weight in group["params"]}
+        assert {end for end in rows if any(each.endswith(end) for each in named)} == {*rows}
+        options = {"normalize_rows": True, "renormalize": True}
+        for group in of_rule:
+            group |= options
+        starts = {each: weight.detach().clone() for each, weight in named.items()}
+        given = {each: gradients(tuple(w.shape), 4, 1, torch.float64) for each, w in named.items()}
+        run(MARS(of_rule, matrix_dtype=torch.float64), [*named.values()], [*given.values()])
+        for each, weight in named.items():
+            sizes = next((pieces for end, pieces in rows.items() if each.endswith(end)), None)
+            sizes = [len(weight)] if sizes is None else sizes
+            of_parts = zip(starts[each].split(sizes), *(g.split(sizes) for g in given[each]))
+            settings = {"lr": 6e-3, "weight_decay": 0.1} | options
+            for part, (start, *sequence) in zip(weight.split(sizes), of_parts, strict=True):
+                if rule == "muon":
+                    expected = reference.muon(start, sequence, momentum=0.95, **settings)
+                else:
+                    expected, _ = reference.mars(start, sequence, rule=rule, clip=None, **settings)
+                assert relative(part - start, expected - start) < 1e-5, (rule, each)

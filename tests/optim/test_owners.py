@@ -134,6 +134,39 @@ def test_what_ranks_send_receive_and_compute_fits(name):
                 assert parcel(bucket.outgoing, peer) == parcel(theirs.incoming, shard)
 
 
+HEADS = [MatrixShape((36, 8), split=9, per_head=True)]  # as a fused qkv with three heads
+TWO_KINDS = [MatrixShape((40, 8), split=(6, 4) * 4, per_head=True)]
+
+
+@pytest.mark.parametrize(
+    "shapes,mesh,replicas,cut",
+    [
+        (HEADS, (2,), 1, {16}),  # 18 rows: four heads and a half
+        (HEADS, (3,), 2, set()),
+        (HEADS, (12,), 1, set(range(0, 36, 4))),  # 3 rows: no rank has a whole head
+        (TWO_KINDS, (4,), 1, set()),
+        (TWO_KINDS, (5,), 1, {6, 20, 30}),  # 8 rows: those end at 8, 24 and 32
+    ],
+)
+def test_heads_that_a_shard_has_whole_stay_there(shapes, mesh, replicas, cut):
+    place = place_of(mesh, replicas)
+    plan, blocks = planned(shapes, (Shard(0),), place)
+    found = {
+        home: {
+            units.row: owner % len(blocks[0])
+            for bucket in plan
+            if bucket.home == home
+            for units, owner in bucket.owners
+        }
+        for home in (True, False)
+    }
+    assert set(found[False]) == cut
+    starts = set(itertools.accumulate(shapes[0].parts[:-1], initial=0))
+    assert set(found[True]) == starts - cut
+    rows = shapes[0].shape[0] // mesh[0]
+    assert all(row // rows == shard for row, shard in found[True].items())
+
+
 def parcel(packing, peer):
     """Return the tiles of a packing for or from a peer, as (units, first, rows, columns)."""
     ends = [0, *itertools.accumulate(packing.elements)]

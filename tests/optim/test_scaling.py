@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchmars.config.gpt2 import GPT2Args
+from torchmars.models.gpt2 import GPT2
 from torchmars.optim import MARS, param_groups, transfer_factors
 from torchmars.optim.rules import RULES
 from torchmars.optim.rules.matrix import Muon
@@ -47,12 +49,13 @@ class Own(nn.Module):
         self.head = nn.Linear(width, 50, bias=False)
 
 
-def settings_of(rule, model, base, **options):
+def settings_of(rule, model, base, per_head=None, **options):
     """Return the settings of each parameter over those without factors, by name."""
     names, keys = ("lr", "weight_decay", "eps"), {}
     factors = transfer_factors(model, base, **options)
     for number, given in enumerate((None, factors)):
-        for group in param_groups(model, rule, factors=given):
+        more = {} if per_head is None else {"per_head": per_head}
+        for group in param_groups(model, rule, factors=given, **more):
             for name, _ in group["params"]:
                 keys.setdefault(name, [None, None])[number] = {each: group[each] for each in names}
     return {
@@ -245,3 +248,18 @@ def test_refusals_name_the_parameter_and_the_remedy():
         param_groups(base, factors=transfer_factors(Own(2, 128, 128), base))
     with pytest.raises(TypeError, match="factors must be of transfer_factors, got a dict"):
         param_groups(base, factors={})
+
+
+def test_heads_may_be_more_than_in_the_base():
+    """Of a head [8, 48] and [8, 16]: (1/3)^(1/2), over that ratio of 0.2 max^(1/2), 3^(1/2)."""
+
+    def model(n_head):
+        shape = {"vocab_size": 16, "seq_len": 4, "n_layer": 1, "n_embd": 8 * n_head}
+        return GPT2(GPT2Args(n_head=n_head, **shape))
+
+    found = settings_of("muon", model(6), model(2), per_head=True)
+    assert found["blocks.0.attn.qkv.weight"]["lr"] == pytest.approx(1 / 3)
+    assert found["blocks.0.attn.proj.weight"]["lr"] == pytest.approx(3**-0.5)
+    assert settings_of("muon", model(2), model(2), per_head=True) == settings_of(
+        "muon", model(2), model(2)
+    )

@@ -35,6 +35,7 @@ def test_losses_are_those_of_one_rank(tmp_path):
 @FULL
 def test_losses_of_layouts_of_two_kinds_are_those_of_one_rank(tmp_path):
     cases = [("Llama", "mars-m"), ("DeepSeek", "mars-m"), ("GPT-2", "mars-adamw, exact")]
+    cases.append(("Llama", "mars-m, per head"))
     check(tmp_path, cases, ["TP 2 x CP 2", "PP 2 x FSDP 2"], steps=10)
 
 

@@ -12,7 +12,7 @@ from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
-from torchmars.config import ResolvedConfig, identity_fields, reported_sections
+from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.config import OF_RANKS, kind_of
 from torchmars.config.history import check_gone
 from torchmars.config.toml_files import flattened
@@ -22,6 +22,7 @@ from torchmars.core.words import or_none
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.models import family
 from torchmars.optim import MARS
+from torchmars.optim.rules import RULES
 from torchmars.storage import storage_of
 from torchmars.storage.storage import MANIFEST
 
@@ -126,10 +127,8 @@ def check_same_run(
     `data`. `optimizer` is the one it would resume with; its parameters may be on the meta device.
     Returns the changes that are allowed, a line each.
     """
-    # A setting that the checkpoint's config does not have came later, and had its default.
     kind = kind_of(config.model.name)
-    was, now = (flattened(json.loads(json.dumps(asdict(each)))) for each in (kind(), config))
-    was |= flattened(manifest.config)
+    was, now = settings_before(manifest, kind), flat_settings(config)
     check_gone(manifest.config, lambda _: f"in {folder}")
     for name in OF_RANKS:
         if now[name] in ("auto", None):  # not resolved yet: it will be what it was
@@ -173,6 +172,24 @@ def check_same_run(
         for name in now
         if name.split(".")[0] in reported_sections() and was.get(name) != now[name]
     ]
+
+
+def flat_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of a config by name, as a manifest has them."""
+    return flattened(json.loads(json.dumps(asdict(config))))
+
+
+def settings_before(manifest: CheckpointManifest, kind: type[Config]) -> dict[str, Any]:
+    """Return the settings of a checkpoint's run, whose config is a `kind`, by name.
+
+    One that its config does not have came later, and had its default.
+    """
+    saved, defaults = flattened(manifest.config), flat_settings(kind())
+    rule = RULES.get(saved["optimizer.name"])
+    for name, default in (rule.defaults if rule else {}).items():
+        if f"optimizer.{name}" in defaults:
+            defaults[f"optimizer.{name}"] = default
+    return defaults | saved
 
 
 def as_set(settings: dict[str, Any], name: str, before: str = "") -> str:

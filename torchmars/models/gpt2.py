@@ -30,6 +30,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(args.n_embd, 3 * args.n_embd, bias=args.bias)
         self.proj = nn.Linear(args.n_embd, args.n_embd, bias=args.bias)
         self.attend = CausalAttention(args.multipliers.attention_scale(self.head_width))
+        self.head_rows = {"qkv": 3 * args.n_head}
 
     def forward(self, x: Tensor, logit_divisor: Tensor | None, sight: Sight | None) -> Tensor:
         q, k, v = (

@@ -47,6 +47,7 @@ class Attention(nn.Module):
         self.k_norm = make_qk_norm(args, kv_width)
         self.proj = nn.Linear(q_width, args.n_embd, bias=False)
         self.attend = CausalAttention(args.multipliers.attention_scale(self.head_width))
+        self.head_rows = {"q": args.n_head, "k": args.n_kv_head, "v": args.n_kv_head}
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sight: Sight | None) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)

@@ -41,6 +41,11 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
         if name in group:
             setting.check(group[name], f" of group {number}")
     RULES[group["rule"]].check(group, f" of group {number}")
+    if group.get("per_head") and group.get("split") == 1:
+        raise ValueError(
+            f"per_head of group {number} needs the model, which declares its heads: use "
+            "param_groups(model, per_head=True)"
+        )
 
 
 def check_flags(exact: Any, overlap: Any, compile: Any, norm_group: Any) -> None:

@@ -169,6 +169,19 @@ def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Se
     return transposed
 
 
+def heads_of(name: str, modules: Mapping[str, nn.Module]) -> Settings:
+    """Return the settings that cut a parameter into the rows of heads; none where it has none.
+
+    The module that holds the layer declares them: its `head_rows` has, by the name of a layer, a
+    `split`. A matrix of one head is left as it is.
+    """
+    _, layer, holder = _place(name, modules)
+    declared = getattr(holder, "head_rows", None)
+    if not isinstance(declared, Mapping) or layer not in declared:
+        return {}
+    return {"split": declared[layer], "per_head": declared[layer] != 1}
+
+
 def looks_fused(name: str) -> bool:
     """Return whether the name of a parameter says that it may be several matrices."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]

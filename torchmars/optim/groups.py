@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchmars.optim.checks import check_group, check_module, check_rule, checked_params
-from torchmars.optim.fused import cut_of, looks_fused, softmax_router
+from torchmars.optim.fused import cut_of, heads_of, looks_fused, softmax_router
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
 from torchmars.optim.scaling import Factors, TransferFactors
@@ -98,7 +98,7 @@ def param_groups(
         model: the model whose parameters are grouped by their roles (see `roles`).
         name: the optimizer whose defaults are used: one of the rules.
         by_role: for a role, group settings that replace the optimizer's: rule, lr, betas, eps,
-            weight_decay, gamma, clip, split, flatten, transposed, zero_mean.
+            weight_decay, gamma, clip, split, flatten, transposed, per_head, zero_mean.
         by_pattern: pairs (pattern, group settings). A parameter whose name matches a pattern (as a
             shell's) goes to the first one that it matches, with its role's settings except those
             given.
@@ -106,7 +106,7 @@ def param_groups(
             such as fused QKV weights of transformers' models. Warns of a parameter that looks fused
             and is not known. False: all stay whole, as if written by hand.
         factors: the result of `transfer_factors`, whose base all settings are then for.
-        settings: replace the defaults of optimizer `name`.
+        settings: replace the defaults of optimizer `name`. For `per_head` see `fused.heads_of`.
 
     Raises `ValueError`, naming the argument, for a value out of range, for a setting without
     meaning and for a pattern that claims no parameter.
@@ -115,9 +115,9 @@ def param_groups(
     given = by_role or {}
     table = _changed_roles(role_settings(name, **settings), given)
     groups: dict[tuple[str, str, str], dict[str, Any]] = {}
-    claimed: set[str] = set()
+    claimed, whole = set[str](), dict[str, Tensor]()
     named, modules = dict(model.named_parameters()), dict(model.named_modules())
-    whole: dict[str, Tensor] = {}
+    heads = {each: found for each in named if (found := heads_of(each, modules))}
     for parameter_name, role in roles(model).items():
         pattern, changes = _claim(parameter_name, by_pattern)
         claimed.add(pattern)
@@ -128,14 +128,14 @@ def param_groups(
         may_cut = parameter.ndim > 1 and (split_fused or not orthogonal)
         found = cut_of(parameter_name, parameter, modules) if may_cut else {}
         cut = {each: value for each, value in found.items() if each not in own}
+        if changed.pop("per_head", False) and orthogonal:
+            cut |= _of_heads(parameter_name, heads, model)
         of = factors.of(parameter_name, parameter, role, changed, cut) if factors else Factors()
         if orthogonal:
-            if split_fused and not found and "split" not in own and looks_fused(parameter_name):
+            if split_fused and not (found or cut or "split" in own):
                 whole[parameter_name] = parameter
             changed |= cut | _zero_mean(parameter_name, role, own, modules)
-        key = where, role, repr([*(changed.get(name) for name in (*CUT, "zero_mean")), str(of)])
-        group = groups.setdefault(key, {"params": [], "role": where} | of.of(changed))
-        group["params"].append((parameter_name, parameter))
+        _put((parameter_name, parameter), groups, (where, role), changed, of)
     _check_claimed(by_pattern, claimed)
     _warn_of_whole(whole)
     return list(groups.values())
@@ -144,6 +144,32 @@ def param_groups(
 def _claim(name: str, by_pattern: Sequence[tuple[str, Settings]]) -> tuple[str, Settings]:
     """Return the pattern that claims a parameter, and its settings; without one "" and none."""
     return next((each for each in by_pattern if fnmatchcase(name, each[0])), ("", {}))
+
+
+def _of_heads(name: str, heads: Mapping[str, Settings], model: nn.Module) -> Settings:
+    """Return the settings that cut a parameter into heads. `heads` has them by name.
+
+    Raises `ValueError` where no parameter has heads.
+    """
+    if not heads:
+        raise ValueError(
+            f"per_head has no meaning for a {type(model).__name__}, whose attention declares no "
+            "heads (head_rows): remove it"
+        )
+    return heads.get(name, {})
+
+
+def _put(
+    named: tuple[str, Tensor],
+    groups: dict[tuple[str, str, str], dict[str, Any]],
+    place: tuple[str, str],
+    settings: Settings,
+    factors: Factors,
+) -> None:
+    """Put a parameter into the group of those at its `place` with its settings and factors."""
+    differ = [*(settings.get(name) for name in (*CUT, "zero_mean")), str(factors)]
+    group = {"params": [], "role": place[0]} | factors.of(settings)
+    groups.setdefault((*place, repr(differ)), group)["params"].append(named)
 
 
 def _zero_mean(name: str, role: str, own: Settings, modules: Mapping[str, nn.Module]) -> Settings:
@@ -195,7 +221,11 @@ def _check_claimed(by_pattern: Sequence[tuple[str, Any]], claimed: Collection[st
 
 
 def _warn_of_whole(whole: Mapping[str, Tensor]) -> None:
-    """Warn that parameters that may be several matrices are orthogonalised as one, if any are."""
+    """Warn of those parameters that by their name may be several matrices, if there are some.
+
+    All of them are orthogonalised as one.
+    """
+    whole = {name: parameter for name, parameter in whole.items() if looks_fused(name)}
     if not whole:
         return
     name, first = next(iter(whole.items()))
@@ -221,6 +251,11 @@ def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict
             raise ValueError(f'{where}.{key} has no meaning for "{changed["rule"]}": remove it')
     if "clip" in changed:
         changed["clip"] = _clip(changed["clip"])
+    if changed.get("per_head") is True and "split" in changed:
+        raise ValueError(
+            f"{where}.split does not go with per_head, which splits by heads: remove it, or set "
+            "per_head = false beside it"
+        )
     try:
         check_rule(changed["rule"])
         for key in known.keys() & changed.keys():

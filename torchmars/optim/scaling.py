@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from torchmars.optim.checks import check_module
-from torchmars.optim.fused import WRAPPERS, cut_of
+from torchmars.optim.fused import WRAPPERS, cut_of, heads_of
 from torchmars.optim.matrices.shapes import MatrixShape
 from torchmars.optim.roles import roles
 from torchmars.optim.rules import RULES
@@ -57,6 +57,8 @@ class Twin(NamedTuple):
     """The counterpart's shape."""
     base_cut: Settings
     """How the counterpart is cut into matrices: see `fused.cut_of`."""
+    base_heads: Settings
+    """How it is cut into heads: see `fused.heads_of`."""
     in_block: bool
     """Whether it belongs to a block."""
 
@@ -68,10 +70,14 @@ class Twin(NamedTuple):
     def pieces(self, given: Settings, cut: Settings) -> list[tuple[tuple[int, int], ...]]:
         """Return the sides [out, in] of each matrix in it, here and in the base.
 
-        Both are cut as `given`, and else each by its own: here that is `cut`.
+        Both are cut as `given`, and else each by its own: here that is `cut`. Models may differ in
+        how many heads they have: of heads of one shape there is one.
         """
         theirs = {name: self.base_cut.get(name, value) for name, value in cut.items()}
-        ours, others = _sides(self.shape, given | cut), _sides(self.base, given | theirs)
+        if by_head := cut.get("per_head", False):
+            theirs |= self.base_heads
+        sides = _sides(self.shape, given | cut), _sides(self.base, given | theirs)
+        ours, others = (dict.fromkeys(each) if by_head else each for each in sides)
         return list(zip(ours, others, strict=True))
 
 
@@ -222,6 +228,10 @@ class _Parameters:
         flat = {"flatten": True} if self.roles[name] == "convolution" else {}
         return flat | cut_of(whole, parameter, self._modules) if parameter.ndim > 1 else {}
 
+    def heads(self, name: str) -> Settings:
+        """Return how a parameter is cut into heads."""
+        return heads_of(self.named[name][0], self._modules)
+
 
 def _twin(name: str, ours: _Parameters, theirs: _Parameters, in_block: bool) -> Twin:
     """Return a parameter with its counterpart in the base. Raises `ValueError`."""
@@ -233,7 +243,7 @@ def _twin(name: str, ours: _Parameters, theirs: _Parameters, in_block: bool) -> 
     shape, base = (tuple(each[1].shape) for each in (ours.named[name], theirs.named[other]))
     if len(shape) != len(base):
         raise ValueError(f"{name} has {len(shape)} dims, but {len(base)} in the base")
-    return Twin(shape, other, base, theirs.cut(other), in_block)
+    return Twin(shape, other, base, theirs.cut(other), theirs.heads(other), in_block)
 
 
 def _sides(shape: tuple[int, ...], cut: Settings) -> list[tuple[int, int]]:

@@ -158,6 +158,12 @@ ZERO_MEAN = Flag(
     scope="group",
 )
 
+PER_HEAD = Flag(
+    "per_head",
+    "Orthogonalise the rows of each head on their own, in the matrices whose heads the model "
+    "declares: those of queries, keys and values.",
+    False,
+)
 CAUTIOUS_DECAY = Flag(
     "cautious_decay",
     "Decay a weight only where the rest of the step moves it towards 0 too, or leaves it.",
@@ -198,6 +204,7 @@ MATRIX_SETTINGS = (
     FLATTEN,
     SPLIT,
     TRANSPOSED,
+    PER_HEAD,
     ZERO_MEAN,
     ORTHOGONALIZE,
     ORTHOGONALIZE_FORM,
@@ -207,7 +214,7 @@ MATRIX_SETTINGS = (
 )
 
 # How a parameter is seen as matrices.
-CUT = ("flatten", "split", "transposed")
+CUT = ("flatten", "split", "transposed", "per_head")
 # Settings of a group that plans and state follow from: they cannot change later.
 FIXED = ("rule", *(each.name for each in MATRIX_SETTINGS))
 

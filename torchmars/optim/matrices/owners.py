@@ -1,8 +1,9 @@
 """Which rank owns which matrix.
 
-A matrix that lies whole on one shard is orthogonalised there. One that is cut is orthogonalised
-whole too, on one of the ranks. The plan follows from shapes, meshes and placements alone, so every
-rank makes the same one on its own. `traffic.py` carries it out.
+A matrix that lies whole on one shard is orthogonalised there, if its parameter has such on each
+shard, or if it is a head. One that is cut is orthogonalised whole too, on one of the ranks. The
+plan follows from shapes, meshes and placements alone, so every rank makes the same one on its own.
+`traffic.py` carries it out.
 """
 
 import functools
@@ -50,7 +51,7 @@ def plan_buckets(
     """
     flops, shards = functools.cache(flops), len(blocks[0])
     units = [units_of(number, shape) for number, shape in enumerate(shapes)]
-    at_home = [whole_parts(*each) for each in zip(shapes, blocks)]
+    stay = [whole_parts(*each) for each in zip(shapes, blocks)]
     work = [loads.get(rank, 0) for rank in ranks]
     buckets = []
     for home in (True, False):
@@ -61,13 +62,12 @@ def plan_buckets(
         ]
         for heap in heaps:
             heapq.heapify(heap)
-        numbers = [number for number, parts in enumerate(at_home) if (parts is not None) == home]
+        # With the place of their owners among the heaps.
+        found = [_parts(each, of_shards, home) for each, of_shards in zip(units, stay)]
         # Matrices at home stay on their shard: a bucket may be as large for each of them.
         limit = BUCKET_ELEMENTS * (shards if home else 1)
-        for bucket in _fill(numbers, shapes, units, flops, limit, len(ranks)):
-            parts = [  # with the place of their owners among the heaps
-                part for number in bucket for part in _parts(units[number], at_home[number])
-            ]
+        for bucket in _fill(found, shapes, flops, limit, len(ranks)):
+            parts = [part for number in bucket for part in found[number]]
             parts.sort(key=lambda part: -flops(*part[1].shape))
             dealt = [
                 each
@@ -92,57 +92,60 @@ class WholePart(NamedTuple):
 
 
 @functools.lru_cache  # a model has few kinds of parameters
-def whole_parts(shape: MatrixShape, blocks: Blocks) -> list[WholePart] | None:
-    """Return the units that each shard has, or None if not all units are at home.
+def whole_parts(shape: MatrixShape, blocks: Blocks) -> list[WholePart]:
+    """Return the units that are at home, shard by shard.
 
-    They are if none of them is cut, and all shards have work: each has one, and they are of one
-    shape.
+    Heads are wherever a shard has all of one. Others are if none of them is cut, and all shards
+    have work: each has one, and they are of one shape. Else none of them is.
     """
     units, found = units_of(0, shape), []
-    if len(blocks) > 1 and len({each.shape for each in units}) > 1:
-        return None
+    if not shape.per_head and len(blocks) > 1 and len({each.shape for each in units}) > 1:
+        return []
     for shard, block in enumerate(blocks):
         tiles = [(place, tile_of(each, block)) for place, each in enumerate(units)]
         own = [(place, tile) for place, tile in tiles if tile]
-        if not own or not all(tile.is_whole for _, tile in own):
-            return None
-        found += [WholePart(shard, place, tile.first, tile.length) for place, tile in own]
+        whole = [(place, tile) for place, tile in own if tile.is_whole]
+        if not shape.per_head and (not own or len(whole) < len(own)):
+            return []
+        found += [WholePart(shard, place, tile.first, tile.length) for place, tile in whole]
     return found
 
 
 def _parts(
-    units: Sequence[Units], at_home: Sequence[WholePart] | None
-) -> Iterator[tuple[int, Units]]:
-    """Yield a parameter's units, those at home by shard, with the number of it; else with 0."""
-    if at_home is None:
-        yield from ((0, each) for each in units)
-        return
-    for shard, place, first, length in at_home:
-        yield shard, units[place].part(first, length)
+    units: Sequence[Units], stay: Sequence[WholePart], home: bool
+) -> list[tuple[int, Units]]:
+    """Return a parameter's units at `home`, each with the number of its shard; or the others."""
+    if home:
+        return [(shard, units[place].part(*run)) for shard, place, *run in stay]
+    at_home = {part.place for part in stay}
+    return [(0, each) for place, each in enumerate(units) if place not in at_home]
 
 
 def _fill(
-    numbers: Sequence[int],
+    found: Sequence[Sequence[tuple[int, Units]]],
     shapes: Sequence[MatrixShape],
-    units: Sequence[Sequence[Units]],
     flops: Callable[[int, int], int],
     limit: int,
     ranks: int,
 ) -> list[list[int]]:
-    """Return the parameters `numbers`, in buckets of `limit` elements or work for all `ranks`."""
+    """Return the parameters that have units, in buckets of `limit` elements or work for `ranks`.
+
+    `found` are the units of each parameter, as `_parts` returns them.
+    """
+    numbers = [number for number, parts in enumerate(found) if parts]
     costs = {
-        number: sum(each.length * flops(*each.shape) for each in units[number])
+        number: sum(each.length * flops(*each.shape) for _, each in found[number])
         for number in numbers
     }
     elements = max(1, sum(math.prod(shapes[number].shape) for number in numbers))
-    matrices = sum(each.length for number in numbers for each in units[number])
+    matrices = sum(each.length for number in numbers for _, each in found[number])
     count = max(1, min(-(-elements // limit), matrices // ranks))
     buckets: list[list[int]] = [[] for _ in range(count)]
     filled = 0
     for number in sorted(numbers, key=lambda each: (-costs[each], shapes[each].shape, each)):
         buckets[min(filled * count // elements, count - 1)].append(number)
         filled += math.prod(shapes[number].shape)
-    return [bucket for bucket in buckets if any(units[number] for number in bucket)]
+    return [bucket for bucket in buckets if bucket]
 
 
 def _deal(units: Units, cost: int, heap: Heap) -> Iterator[tuple[Units, int]]:

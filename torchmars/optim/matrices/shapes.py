@@ -29,14 +29,16 @@ class MatrixShape:
     but the first are flattened into the columns (convolutions). `split` is the number of parts of a
     matrix, or the rows of each: a fused QKV weight has the parts q, k and v. Where it has more rows
     than these, they take turns, as where each head has its own q, k and v. `transposed` matrices
-    are stored [in, out], and are cut by columns. Raises `ValueError` for a shape that is no matrix
-    and for a split that does not fit it.
+    are stored [in, out], and are cut by columns. With `per_head` the parts are small, and each
+    that a rank has whole stays there. Raises `ValueError` for a shape that is no matrix and for a
+    split that does not fit it.
     """
 
     shape: tuple[int, ...]
     flatten: bool = False
     split: int | tuple[int, ...] = 1
     transposed: bool = False
+    per_head: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) < 2:
