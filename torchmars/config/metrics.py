@@ -27,6 +27,9 @@ class MetricsConfig:
 
     log_interval: Positive = 10
     """Steps between progress lines."""
+    attention: bool = False
+    """Also report the largest logit of each block's attention. It is exact. On CPUs it costs a
+    reported step about as much as another forward pass of attention."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder (pip install 'torchmars[tensorboard]')."""
     wandb: bool = False

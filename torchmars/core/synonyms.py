@@ -81,7 +81,7 @@ SYNONYMS = {
 ALIKE = {"transfer": "model"}
 # Settings of these names say little without their section.
 GENERIC = {"decay", "every", "files", "folder", "interval", "limit", "memory", "mode", "name"}
-GENERIC |= {"path", "size", "source", "start", "steps", "verify"}
+GENERIC |= {"attention", "path", "size", "source", "start", "steps", "verify"}
 
 
 def spelled_plainly(name: str) -> str:

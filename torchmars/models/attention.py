@@ -16,6 +16,7 @@ from torch.utils._mode_utils import no_dispatch  # private, torch 2.11 to 2.13
 
 from torchmars.core.device import is_gpu
 from torchmars.models.documents import bounds, document_numbers
+from torchmars.models.logits import largest_logits
 
 # Makes mixed values [batch, heads, queries, width of a value] of queries [batch, heads, queries,
 # width], keys [batch, heads or fewer, keys, width] and values [..., width of a value]. The queries
@@ -88,6 +89,16 @@ class Sight(NamedTuple):
         first = self.mask.shape[3] - self.mask.shape[2]
         return self.mask[:, :, keys - queries - first : keys - first, :keys]
 
+    def since_of(self, first: int, count: int) -> Tensor | None:
+        """Return the first place that tokens [first, first + count) see, [batch, count].
+
+        None: place 0.
+        """
+        since = self.since
+        if since is None and self.starts is not None:
+            since = self.starts.gather(1, document_numbers(self.starts, first + count))
+        return None if since is None else since[:, first : first + count]
+
     def bounds_of(self, first: int, count: int) -> Tensor:
         """Return the `bounds` of documents, which all blocks share and make once."""
         assert self.starts is not None
@@ -102,6 +113,9 @@ class CausalAttention(nn.Module):
     It has no weights. `scale` multiplies logits; None: one over the root of a key's width. What
     else is a block's own, such as a window, sinks, or a cap of logits, would stand beside it.
     """
+
+    watched: Tensor | None = None
+    """Where it is set [heads that mix here], float32, the largest logit of each is noted there."""
 
     def __init__(self, scale: float | None = None) -> None:
         super().__init__()
@@ -132,6 +146,11 @@ class CausalAttention(nn.Module):
         """Return the mixed values of queries, which belong to the last of the tokens."""
         queries, keys, own, width = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
         scale, sight = self.scale, sight if sight is not None else Sight()
+        if self.watched is not None:
+            since = sight.since_of(keys - queries, queries)
+            factor = own**-0.5 if scale is None else scale
+            found = largest_logits(q, k, factor, since, sight.window or 0)
+            self.watched.copy_(self.watched.maximum(found))
         if width != own:
             # Fused kernels want one width. Zeros change no logit, and are cut off the values.
             scale = own**-0.5 if scale is None else scale

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models import Model
 from torchmars.models.initialize import init_weights
+from torchmars.parallel.attention_logits import AttentionLogits
 from torchmars.parallel.balance import Balance
 from torchmars.parallel.batches import Batches
 from torchmars.parallel.context import SequencePart
@@ -75,6 +76,8 @@ class ParallelModel:
                     self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
                     put_buffers(part, device)
         self.balance = Balance(whole, self.parts, training, layout, device, exact)
+        ulysses = parallelism.cp_method == "ulysses"
+        self.attention_logits = AttentionLogits(whole, self.parts, layout, device, ulysses)
         self.weights: dict[str, nn.Parameter] = {
             name: weight
             for part in self.parts.values()
@@ -93,15 +96,20 @@ class ParallelModel:
         self.tied: TiedTable | None = None
         self.pipeline: Pipeline | None = None
         if pipeline.size > 1:
-            # torch's pipelines take time to import, and most runs have none.
-            from torchmars.parallel import pipeline as pipelines
+            self._join_stages(training, ranks[-1])
 
-            self.pipeline = pipelines.Pipeline(
-                self.parts, parallelism, training, layout, device, whole.width
-            )
-            if whole.output is None:
-                tables = self._table(0), self._table(len(ranks) - 1)
-                self.tied = TiedTable(*tables, pipeline, ranks[-1])
+    def _join_stages(self, training: TrainingConfig, last: int) -> None:
+        """Let this rank's parts work in a pipeline. Rank `last` of it has the last stage."""
+        # torch's pipelines take time to import, and most runs have none.
+        from torchmars.parallel import pipeline as pipelines
+
+        whole, layout = self.whole, self.layout
+        self.pipeline = pipelines.Pipeline(
+            self.parts, self.parallelism, training, layout, self.device, whole.width
+        )
+        if whole.output is None:
+            tables = self._table(0), self._table(self.parallelism.stages - 1)
+            self.tied = TiedTable(*tables, layout.group("pp"), last)
 
     def _part(self, blocks: range, first: bool, last: bool, training: TrainingConfig) -> ModelPart:
         model = deepcopy(self.whole)
@@ -162,7 +170,7 @@ class ParallelModel:
         all of it. `ahead`: the gradient is exact mode's look-ahead. After any other, and the
         optimizer's step, call `balance.finish`.
         """
-        with self.balance.around(len(batch), ahead):
+        with self.balance.around(len(batch), ahead), self.attention_logits.around(ahead):
             return self._backward(batch, enter_phase)
 
     def _backward(self, batch: Sequence[Tensor], enter_phase: Callable[[str], None]) -> Tensor:

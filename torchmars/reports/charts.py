@@ -40,6 +40,7 @@ CHARTS = (
     Chart("Validation loss of parts", r"validation/.+/loss", smooth=False),
     Chart("Learning rate", r"train/lr", smooth=False),
     Chart("Gradient norm", r"train/grad_norm"),
+    Chart("Largest attention logit", r"train/attention/largest_logit(/\d+)?"),
     Chart("Clip rate", r"train/.+/clipped", "share of tensors", log=False, from_zero=True),
     Chart("Cosine of successive gradients", r"train/.+/cosine", log=False),
     Chart(

@@ -73,7 +73,7 @@ class RunReporter:
         """Report a step with this rank's `mean` loss; return the optimizer's telemetry.
 
         Waits for the device once: when it has made telemetry, it has copied the loss too. Of a
-        model with experts it waits for their figures too.
+        model with experts it waits for their figures too, and for those of attention's logits.
         """
         copied = self.layout.add_up_losses(mean).to("cpu", non_blocking=True)
         telemetry = self.optimizer.telemetry()
@@ -81,7 +81,7 @@ class RunReporter:
         self.optimizer.start_interval()
         read = {"tokens": state.position * self.training.seq_len}
         bits = self.data.bits_per_byte("train", loss, self.data.weights)
-        figures = self.model.balance.figures()
+        figures = self.model.balance.figures() | self.model.attention_logits.figures()
         self.metrics.train(state.step, loss, bits, lr, telemetry | read | figures)
         if self.data.names:
             self.metrics.write(state.step, "data", self._read(state))

@@ -127,6 +127,7 @@ class Trainer:
             step = self.state.step + 1
             reported = step == 1 or self.due(config.metrics.log_interval, step=step)
             self.optimizer.measures = reported
+            self.model.attention_logits.measures = reported and config.metrics.attention
             with self.profiler.step(step):
                 made = self.train_step()
             flags = self.agreed_events()

@@ -1,0 +1,161 @@
+"""The largest logits of attention by block and head: on every layout those of one plain model."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from tests.support import gradients
+from tests.support.full import FULL
+from tests.support.layouts import LAYOUTS
+from tests.support.ranks import run_ranks
+from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
+from torchmars.models.initialize import init_weights
+from torchmars.models.llama import Llama
+from torchmars.optim.tensors import local_intervals, local_part
+
+NAME = "attention/largest_logit"
+PLAIN = dataclasses.replace(gradients.WIDE, qk_norm=False, qkv_bias=True)
+gradients.MODELS["llama without norms"] = lambda: Llama(PLAIN)
+
+
+def enlarge(weights):
+    """Let logits be large, and heads unlike: biases are not 0, and rows of many sizes."""
+    with torch.no_grad():
+        for name, weight in weights:
+            if ".attn." in name and "norm" not in name and "proj" not in name:
+                rows = torch.linspace(0.5, 2, weight.shape[0])[slice(*local_intervals(weight)[0])]
+                if weight.ndim == 1:
+                    local_part(weight).copy_(rows.sin())
+                else:
+                    local_part(weight).mul_(20 * rows[:, None])
+
+
+class Seen(TorchFunctionMode):
+    """Computes all logits of each call of torch's attention in float64, where tokens see them."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            q, k = (each.detach().double() for each in args[:2])
+            scale = kwargs.get("scale") or q.shape[3] ** -0.5
+            every = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale
+            unseen = torch.ones(every.shape[2:], dtype=torch.bool).triu(1)
+            self.largest.append(every.masked_fill(unseen, -torch.inf).amax((0, 2, 3)))
+        return func(*args, **kwargs)
+
+
+@cache
+def plain_logits(name, apart=False):
+    """Those of one plain model [blocks, heads], which gets one document after the other."""
+    model = gradients.MODELS[name]()
+    init_weights(model, seed=0)
+    enlarge(model.named_parameters())
+    found = []
+    for windows in gradients.documents(gradients.WINDOWS) if apart else [gradients.WINDOWS]:
+        with torch.no_grad(), Seen() as seen:
+            model(windows[:, :-1])
+        found.append(torch.stack(seen.largest))
+    return torch.stack(found).amax(0)
+
+
+def found_on(layout, name, mode="none", apart=False, compile=False):
+    """What a rank has after a step, before and after a validation: by block and head, and figures.
+
+    And its losses, with and without the logits being watched.
+    """
+    ranks, parallelism = LAYOUTS[layout][0], ParallelismConfig(**LAYOUTS[layout][1])
+    training = gradients.training_on(ranks, compile)
+    of_model = name, parallelism, training, ActivationCheckpointConfig(mode), apart
+    _, model, batch = gradients.model_on(*of_model)
+    enlarge(model.weights.items())
+    logits, losses = model.attention_logits, [model.backward(batch)]
+    assert logits.figures() == {}
+    logits.measures = True
+    losses.append(model.backward(batch))
+    found = dict(zip(logits.blocks, logits.result().clone(), strict=True))
+    model.losses(gradients.WINDOWS)
+    return found, logits.figures(), losses
+
+
+def all_found(cases):
+    return [found_on(*case) for case in cases]
+
+
+def check(case, results):
+    expected = plain_logits(case[1], apart=case[3] if len(case) > 3 else False)
+    assert expected.amin() > 1 and expected.unique().numel() == expected.numel()
+    by_block = {f"{NAME}/{block}": row.amax().item() for block, row in enumerate(expected)}
+    for found, figures, losses in results:
+        for block, row in found.items():
+            torch.testing.assert_close(row.double(), expected[int(block)], rtol=1e-6, atol=0)
+        assert figures == pytest.approx(by_block | {NAME: expected.amax().item()}, rel=1e-6), case
+        assert torch.equal(*losses), case
+    assert {name for found, _, _ in results for name in found} == {*map(str, range(len(expected)))}
+
+
+LLAMA = "llama without norms"
+CASES = [
+    ("TP 2", "gpt2", "selective"),
+    ("CP 2 Ulysses", LLAMA, "full", True),
+    ("PP 2", LLAMA, "none"),
+]
+OTHERS = [
+    ("FSDP 2", "gpt2", "full"),
+    ("TP 2", LLAMA, "full", True),
+    ("CP 2", "gpt2", "none", True),
+    ("CP 2", "llama", "selective"),
+    ("PP 2 Interleaved1F1B", "gpt2", "full", True),
+    ("PP 2 InterleavedZeroBubble", "gpt2", "none"),
+]
+MORE = [
+    ("TP 2 x CP 2", "gpt2", "selective"),
+    ("TP 2 x CP 2 Ulysses", LLAMA, "none", True),
+    ("HSDP 2x2", "moe", "full"),
+    ("PP 2 x TP 2", LLAMA, "none", True),
+]
+
+
+@pytest.mark.parametrize(
+    "ranks,cases",
+    [(2, CASES), pytest.param(2, OTHERS, marks=FULL), pytest.param(4, MORE, marks=FULL)],
+    ids=["some", "others", "more"],
+)
+def test_they_are_those_of_one_plain_model_and_losses_keep_their_bits(ranks, cases):
+    for case, results in zip(cases, zip(*run_ranks(all_found, ranks, cases)), strict=True):
+        check(case, results)
+
+
+def compiled_found_on(*case):
+    """As `found_on`, with blocks that are traced and cut in two, but not made into code."""
+    compile_block = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda block: compile_block(block, backend="aot_eager")
+    return found_on(*case, compile=True)
+
+
+@FULL
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_compiled_blocks_say_the_same(mode):
+    for name in ("gpt2", LLAMA):
+        check((None, name), run_ranks(compiled_found_on, 1, "1 rank", name, mode))
+
+
+def of_a_look_ahead():
+    nothing = ParallelismConfig(), gradients.training_on(1), ActivationCheckpointConfig()
+    _, model, batch = gradients.model_on("gpt2", *nothing)
+    model.attention_logits.measures = True
+    model.backward(batch, ahead=True)
+    before = model.attention_logits.figures()
+    model.backward(batch)
+    return before, len(model.attention_logits.figures())
+
+
+def test_a_look_ahead_is_not_watched():
+    assert run_ranks(of_a_look_ahead, 1) == [({}, 5)]
