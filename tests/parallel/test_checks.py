@@ -14,6 +14,7 @@ from torchmars.config import (
     TrainingConfig,
 )
 from torchmars.config.float8 import Float8Config
+from torchmars.config.model import model_section
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_balance, check_layout, untrained
@@ -195,3 +196,21 @@ def test_what_does_not_fit_is_named(ranks, settings, message):
 )
 def test_what_fits_is_accepted(ranks, settings):
     check(ranks, **settings)
+
+
+def test_qk_clip_is_refused_where_weights_do_not_decide_how_large_logits_are(own_family):
+    def check(clip, **model):
+        training = TrainingConfig(seq_len=8, qk_clip=clip)
+        config = Config(model=model_section(model["name"])(**model), training=training)
+        meta = build_meta_model(config.model, 64, 8)
+        check_layout(config, ParallelismConfig().degrees(1), meta)
+
+    for size in ("qwen3-0.6b", "moe-nano"):
+        with pytest.raises(UserError, match="qk_clip = 100 .* beside model.qk_norm, which bounds"):
+            check(100.0, name="llama", size=size)
+        check(0.0, name="llama", size=size)
+    with pytest.raises(UserError, match=r"declares the rows .* \(logit_rows\), which a Plain does"):
+        check(100.0, name="plain", size="tiny")
+    check(0.0, name="plain", size="tiny")
+    check(100.0, name="gpt2", size="nano")
+    check(100.0, name="llama", size="glm-nano")

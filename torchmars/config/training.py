@@ -32,6 +32,9 @@ class TrainingConfig:
     """Coefficient of the z-loss, which keeps logits from drifting: so many times the mean square of
     the logarithm of the softmax's denominator is added to the loss. PaLM had 1e-4. The losses that
     are reported are without it. 0: none."""
+    qk_clip: Annotated[float, Range(0, 1_000_000)] = 0.0
+    """QK-clip: where a head's largest attention logit in a step was above this, scale its query and
+    key weights after the step, so that it would have been this. Kimi K2 had 100. 0: never."""
     balance_loss: Annotated[float, Range(0, 1)] = 0.0
     """Coefficient of the loss that keeps the experts of a mixture equally busy. Of each layer so
     many times E * sum_i f_i P_i is added to the loss: f_i is the share of expert i, of E, in the

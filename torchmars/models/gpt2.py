@@ -31,6 +31,9 @@ class Attention(nn.Module):
         self.proj = nn.Linear(args.n_embd, args.n_embd, bias=args.bias)
         self.attend = CausalAttention(args.multipliers.attention_scale(self.head_width))
         self.head_rows = {"qkv": 3 * args.n_head}
+        self.logit_rows = {
+            "qkv": [kind for kind in ("query", "key", "") for _ in range(args.n_head)]
+        }
 
     def forward(self, x: Tensor, logit_divisor: Tensor | None, sight: Sight | None) -> Tensor:
         q, k, v = (

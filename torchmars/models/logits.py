@@ -3,11 +3,8 @@
 Compiled blocks call it as it is: what they compute besides stays as it was.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 # Logits that are made at once, and queries at most: so their memory does not grow with the square
 # of the length, and of keys after the last of these queries none is multiplied.
@@ -51,9 +48,3 @@ def largest_op(q: Tensor, k: Tensor, scale: float, since: Tensor | None, window:
 @largest_op.register_fake
 def _(q: Tensor, k: Tensor, scale: float, since: Tensor | None, window: int) -> Tensor:
     return q.new_empty(q.shape[1], dtype=torch.float32)
-
-
-@register_flop_formula(torch.ops.torchmars.largest_logits)
-def _count_flops(q: tuple[int, ...], k: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Count 2 FLOPs for each query, key and width: `q` and `k` are the shapes."""
-    return 2 * q[0] * q[1] * q[2] * k[2] * q[3]

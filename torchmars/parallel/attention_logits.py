@@ -32,7 +32,9 @@ class AttentionLogits:
     ) -> None:
         self.layout, self.device = layout, device
         self.measures = False
-        """Whether the next step is measured."""
+        """Whether the next step is measured for `figures`."""
+        self.always = False
+        """Whether each step is measured."""
         self.places = [int(name) for name in whole.blocks]
         """The blocks of the whole model, by number."""
         self.blocks = {
@@ -66,13 +68,13 @@ class AttentionLogits:
 
     @contextlib.contextmanager
     def around(self, ahead: bool) -> Iterator[None]:
-        """Find the largest logits of the passes over a global batch, if it `measures` them.
+        """Find the largest logits of the passes over a global batch, if somebody wants them.
 
         Not of a look-ahead of exact mode.
         """
         self._wait()  # for those of a step that was never finished
         self.largest = None
-        if ahead or not self.measures:
+        if ahead or not (self.measures or self.always):
             yield
             return
         # Each block has memory of its own: compiled code need not ask whether it is shared.
@@ -106,10 +108,10 @@ class AttentionLogits:
     def figures(self) -> dict[str, float]:
         """Return the largest logit of the last step, of each block and of all.
 
-        Empty where the step was not measured. Blocks with an attention of their own are left out.
-        Collective in a pipeline. Waits for the device once.
+        Empty where it was not to be measured for them. Blocks with an attention of their own are
+        left out. Collective in a pipeline. Waits for the device once.
         """
-        if self.largest is None:
+        if self.largest is None or not self.measures:
             return {}
         rows = torch.full((max(self.places) + 1,), -torch.inf, device=self.device)
         for name, row in zip(self.blocks, self.result().unbind(), strict=True):

@@ -26,6 +26,7 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
     check_memory(config, degrees)
     check_float8(config, degrees, model)
     check_balance(config, model)
+    check_qk_clip(config, model)
 
 
 def untrained(config: Config, model: Model) -> Iterator[str]:
@@ -178,4 +179,20 @@ def check_balance(config: Config, model: Model) -> None:
         not (training.router_z_loss and config.optimizer.zero_mean_routers),
         f"optimizer.zero_mean_routers takes out what training.router_z_loss = "
         f"{training.router_z_loss:g} pulls at: remove one of them",
+    )
+
+
+def check_qk_clip(config: Config, model: Model) -> None:
+    """Raise `UserError` for QK-clip where weights do not decide logits, or which do is unknown."""
+    limit, bound = config.training.qk_clip, model.logit_bound
+    require(
+        not limit or not bound,
+        f"training.qk_clip = {limit:g} has no meaning beside {bound}, which bounds the logits of "
+        "attention whatever the weights of queries and keys are: remove one of them",
+    )
+    declared = [each for each in model.blocks.modules() if getattr(each, "logit_rows", None)]
+    require(
+        not limit or bool(declared),
+        f"training.qk_clip = {limit:g} needs a model whose attention declares the rows of its "
+        f"queries and keys (logit_rows), which a {type(model).__name__} does not: remove it",
     )

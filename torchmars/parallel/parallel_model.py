@@ -30,6 +30,7 @@ from torchmars.parallel.fsdp import (
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.loss import chunk_tokens
 from torchmars.parallel.part import ModelPart
+from torchmars.parallel.qk_clip import QKClip
 from torchmars.parallel.recipe import parallelize
 from torchmars.parallel.tied import TiedTable
 
@@ -85,6 +86,9 @@ class ParallelModel:
             if part.first or name != "tok_embed.weight"  # else it is the copy of a tied table
         }
         """The weights of which this rank has a part, by name. They are float32."""
+        self.qk_clip: QKClip | None = None
+        if limit := training.qk_clip:
+            self.qk_clip = QKClip(limit, self.attention_logits, self.parts, self.weights)
         self.copies: Copies | None = None
         """The copies that a single rank computes with, unless it computes in float32."""
         if self.alone and training.dtype != "float32":
@@ -135,6 +139,14 @@ class ParallelModel:
             init_weights(part.model, seed, self.weights if self.alone else None, factors)
         self.follow_weights()
 
+    def clip_logits(self, applied: Tensor) -> None:
+        """Scale down what made too large logits in a step that was `applied`, a bool, if asked to.
+
+        It ends the change of the weights by a step.
+        """
+        if self.qk_clip is not None:
+            self.qk_clip.scale(applied)
+
     def follow_weights(self) -> None:
         """Renew everything derived from the weights, after they have changed.
 
@@ -168,7 +180,7 @@ class ParallelModel:
         is told which phase starts: "forward", "backward", and "reduce", where the rest of the
         gradients' reduction is waited for, or a rank alone casts them; in a pipeline "pipeline",
         all of it. `ahead`: the gradient is exact mode's look-ahead. After any other, and the
-        optimizer's step, call `balance.finish`.
+        optimizer's step, call `clip_logits`, `follow_weights` and `balance.finish`.
         """
         with self.balance.around(len(batch), ahead), self.attention_logits.around(ahead):
             return self._backward(batch, enter_phase)

@@ -73,9 +73,10 @@ def make_passes(
         else:
             with model.balance.around(rounds[0], ahead=True):
                 effects = simulate_stages(model, tokens, len(rounds), memory, traffic)
-        # Which experts tokens chose is added up once in a step, whatever its passes are.
+        # Which experts tokens chose is added up once in a step, whatever its passes are, and so is
+        # how large logits are.
         traffic.begin(PHASE, weight=1)
-        with model.balance.around(microbatches=1, ahead=False):
+        with model.balance.around(1, ahead=False), model.attention_logits.around(ahead=False):
             pass
     gradients = bytes_of(parameter.grad for parameter in model.weights.values())
     return Passes(traffic, effects, gradients)

@@ -192,10 +192,13 @@ class Trainer:
             optimizer.skip()
         else:
             optimizer.step()
+        applied = optimizer.skipped[1] == 0  # those in a row up to now
+        if not outlier:
+            self.model.clip_logits(applied)
             self.model.follow_weights()
             if self.average is not None:
                 self.average.update()
-        self.model.balance.finish(applied=optimizer.skipped[1] == 0)  # those in a row up to now
+        self.model.balance.finish(applied)
         optimizer.zero_grad()
         if is_gpu(self.layout.device.type) and state.step + 1 < self.config.training.last_step:
             enter_phase("data")  # while the device works
