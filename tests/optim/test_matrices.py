@@ -7,9 +7,12 @@ from torch import nn
 from tests.optim import reference
 from tests.optim.reference import gradients, orthogonalized
 from tests.support.steps import BASE, meant, relative, run
+from torchmars.config.deepseek import DeepseekArgs
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.llama import LlamaArgs
+from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
+from torchmars.models.initialize import init_weights
 from torchmars.models.llama import Llama
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
@@ -109,17 +112,9 @@ def test_newton_schulz():
     assert orthogonalize.flops(8, 20) == orthogonalize.flops(20, 8) == 5 * (4 * 64 * 20 + 2 * 512)
 
 
-class Latent(nn.Module):
-    """An attention of a user's own, whose heads have rows of two kinds, one after the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.head_rows = {"q_b": (6, 2) * 3, "kv_a": (5, 2), "one": 1}
-        self.q_b, self.kv_a = nn.Linear(9, 24, bias=False), nn.Linear(9, 7)
-        self.one, self.proj = nn.Linear(9, 4), nn.Linear(9, 5)
-
-
 SHAPE = {"vocab_size": 16, "seq_len": 8, "n_layer": 2, "n_embd": 24}
+LATENT = {"q_lora_rank": 7, "kv_lora_rank": 9, "v_head_dim": 5}
+LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2}
 # Of each model the rows of the pieces of its matrices; all others are whole.
 BY_HEAD = {
     "GPT-2": (lambda: GPT2(GPT2Args(**SHAPE, n_head=3)), {"attn.qkv.weight": [8] * 9}),
@@ -127,7 +122,14 @@ BY_HEAD = {
         lambda: Llama(LlamaArgs(**SHAPE, n_head=4, n_kv_head=2, n_inner=40, head_dim=5)),
         {"attn.q.weight": [5] * 4, "attn.k.weight": [5] * 2, "attn.v.weight": [5] * 2},
     ),
-    "own": (Latent, {"q_b.weight": [6, 2] * 3, "kv_a.weight": [5, 2]}),
+    "DeepSeek": (
+        lambda: Deepseek(DeepseekArgs(**SHAPE, **LATENT, n_head=3, n_inner=40)),
+        {
+            "attn.q_b.weight": [6, 2] * 3,
+            "attn.kv_b.weight": [6, 5] * 3,
+            "attn.kv_a.weight": [9, 2],
+        },
+    ),
 }
 
 
@@ -136,8 +138,9 @@ def test_heads_are_matrices_of_their_own_where_that_is_asked_for(name):
     """As in float64, one head at a time, under every rule that orthogonalises."""
     make, rows = BY_HEAD[name]
     for rule in ("mars-m", "mars-shampoo", "muon"):
-        torch.manual_seed(0)
-        model, lean = make().double(), meant(rule, {"clip": None})
+        model, lean = make(), meant(rule, {"clip": None})
+        init_weights(model, seed=0)
+        model.double()
         groups = param_groups(model, rule, lr=6e-3, weight_decay=0.1, per_head=True, **lean)
         of_rule = [group for group in groups if group["rule"] == rule]
         named = {each: weight for group in of_rule for each, weight in group["params"]}

@@ -2,13 +2,18 @@
 limit."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
-from tests.parallel.test_attention_logits import LLAMA, OF_BASE, PLAIN, enlarge, plain_logits
+from tests.parallel.test_attention_logits import (
+    LATENT,
+    LLAMA,
+    OF_BASE,
+    PLAIN,
+    enlarge,
+    plain_logits,
+)
 from tests.support import gradients
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS
@@ -19,7 +24,6 @@ from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
 from torchmars.config.load import config_from_tables
 from torchmars.models.initialize import init_weights
 from torchmars.optim.tensors import local_part
-from torchmars.parallel.qk_clip import QKClip
 from torchmars.training.trainer import build_trainer
 
 GPT2 = "gpt2 of a base"
@@ -38,11 +42,14 @@ def clipped_by_hand(name, apart):
     init_weights(model, seed=0)
     enlarge(model.named_parameters())
     weights = {name: weight.detach().double() for name, weight in model.named_parameters()}
-    (heads, groups), width = HEADS[name], WIDTH[name]
     for block, largest in enumerate(plain_logits(name, apart)):
         gammas = [min(1.0, limit / each.item()) for each in largest]
+        layer = f"blocks.{block}.attn"
+        if "deepseek" in name:
+            scale_latent(weights, layer, model.args, gammas)
+            continue
+        (heads, groups), width = HEADS[name], WIDTH[name]
         for kind in ("weight", "bias"):
-            layer = f"blocks.{block}.attn"
             if name == GPT2:
                 q, k, _ = weights[f"{layer}.qkv.{kind}"].chunk(3)
             else:
@@ -54,6 +61,19 @@ def clipped_by_hand(name, apart):
                 for head in own:
                     q[head * width : (head + 1) * width] *= gammas[head] / kappa
     return weights
+
+
+def scale_latent(weights, layer, args, gammas):
+    """Scale the parts of queries and keys that are a head's own, and those of queries that are not.
+
+    The key of these is every head's, and stays.
+    """
+    q, own = weights[f"{layer}.{'q_b' if args.q_lora_rank else 'q'}.weight"], args.qk_nope_head_dim
+    kv, of_q, of_kv = weights[f"{layer}.kv_b.weight"], args.head_width, own + args.v_head_dim
+    for head, gamma in enumerate(gammas):
+        q[head * of_q : head * of_q + own] *= gamma**0.5
+        q[head * of_q + own : (head + 1) * of_q] *= gamma
+        kv[head * of_kv : head * of_kv + own] *= gamma**0.5
 
 
 def found_on(layout, name, apart=False, mode="none"):
@@ -81,9 +101,11 @@ def all_found(cases):
     return [found_on(*case) for case in cases]
 
 
-CASES = [("TP 2", GPT2), ("CP 2 Ulysses", LLAMA, True), ("FSDP 2", LLAMA)]
-OTHERS = [("TP 2", LLAMA, True), ("CP 2", GPT2, True, "full"), ("PP 2", GPT2, False)]
+CASES = [("TP 2", GPT2), ("CP 2 Ulysses", LLAMA, True), ("FSDP 2", LATENT)]
+OTHERS = [("TP 2", LLAMA, True), ("CP 2", GPT2, True, "full"), ("PP 2", GPT2), ("FSDP 2", LLAMA)]
+OTHERS += [("TP 2", "deepseek", True), ("CP 2 Ulysses", LATENT), ("PP 2", "deepseek")]
 MORE = [("TP 2 x CP 2", GPT2), ("FSDP 2 x TP 2", LLAMA, True), ("PP 2 x FSDP 2", LLAMA)]
+MORE += [("TP 2 x CP 2", "deepseek")]
 
 
 @pytest.mark.parametrize(
@@ -107,43 +129,6 @@ def test_each_head_is_scaled_as_by_hand_and_has_the_limit_then(ranks, cases):
                 clipped = wanted == limit
                 assert clipped.any() and not clipped.all(), case
         assert seen == expected.keys()
-
-
-class Latent(nn.Module):
-    """The weights of attention by latents: a part of each head's queries has one key for all."""
-
-    def __init__(self, heads=3, own=4, shared=2, value=5, latent=6, width=7):
-        super().__init__()
-        self.q_b = nn.Linear(width, heads * (own + shared))
-        self.kv_b = nn.Linear(latent, heads * (own + value))
-        self.head_rows = {"q_b": (own, shared) * heads, "kv_b": (own, value) * heads}
-        self.logit_rows = {"q_b": ["query", "lone query"] * heads, "kv_b": ["key", ""] * heads}
-        self.sizes = heads, own
-
-    def largest(self, x, latents, shared):
-        """The largest logit of each head, of all queries and keys."""
-        heads, own = self.sizes
-        q = self.q_b(x).unflatten(-1, (heads, -1)).transpose(0, 1)
-        k = self.kv_b(latents).unflatten(-1, (heads, -1)).transpose(0, 1)[..., :own]
-        k = torch.cat([k, shared.expand(heads, -1, -1)], dim=-1)
-        return (q @ k.mT).amax((1, 2)).detach()
-
-
-def test_queries_whose_key_is_every_heads_take_all_of_the_factor():
-    """So each head falls by its own, and the key that they share stays."""
-    torch.manual_seed(0)
-    block = nn.ModuleDict({"attn": Latent()}).double()
-    given = [torch.randn(9, width, dtype=torch.float64) for width in (7, 6, 2)]
-    before = block.attn.largest(*given)
-    limit = before.median().item()
-    logits = SimpleNamespace(blocks={"4": []}, heads=3, result=lambda: before[None])
-    parts = {1: SimpleNamespace(model=SimpleNamespace(blocks={"4": block}))}
-    weights = {f"blocks.4.{name}": each for name, each in block.named_parameters()}
-    values = block.attn.kv_b(given[1]).unflatten(-1, (3, -1))[..., 4:].detach()
-    QKClip(limit, logits, parts, weights).scale(torch.tensor(True))
-    assert logits.always and before.amin() < limit < before.amax()
-    torch.testing.assert_close(block.attn.largest(*given), before.clamp(max=limit))
-    assert torch.equal(block.attn.kv_b(given[1]).unflatten(-1, (3, -1))[..., 4:], values)
 
 
 def tables(folder, name, steps=6, **sections):

@@ -39,6 +39,11 @@ class LatentAttention(nn.Module):
         self.kv_b = Expansion(args.n_head * (self.nope + args.v_head_dim), self.kept)
         self.proj = nn.Linear(args.n_head * args.v_head_dim, args.n_embd, bias=False)
         self.attend = LatentMixing(self.nope, args.v_head_dim, args.attention_scale)
+        sizes, heads = (self.nope, self.rope), args.n_head
+        queries, keys = "q_b" if latent else "q", (self.nope, args.v_head_dim)
+        self.head_rows = {queries: sizes * heads, "kv_b": keys * heads}
+        self.head_rows["kv_a"] = self.kept, self.rope
+        self.logit_rows = {queries: ["query", "lone query"] * heads, "kv_b": ["key", ""] * heads}
         self.gather = as_they_are
         """Makes parts of the sequences whole. Tensor parallelism replaces it: all before it is
         computed for a rank's own part, all after it for its own heads."""

@@ -49,6 +49,7 @@ class Attention(nn.Module):
         self.attend = CausalAttention(args.multipliers.attention_scale(self.head_width))
         self.head_rows = {"q": args.n_head, "k": args.n_kv_head, "v": args.n_kv_head}
         self.logit_rows = {"q": ["query"] * args.n_head, "k": ["key"] * args.n_kv_head}
+        self.logit_bound = "model.qk_norm" if args.qk_norm else ""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sight: Sight | None) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -172,7 +173,6 @@ class Llama(Model):
         super().__init__(args)
         self.n_layer, self.width, self.head_width = args.n_layer, args.n_embd, args.head_width
         self.heads, self.experts = (args.n_head, args.n_kv_head), args.n_expert
-        self.logit_bound = "model.qk_norm" if args.qk_norm else ""
         self.tok_embed = Table(args.vocab_size, args.n_embd)
         blocks = {str(number): self.make_block(number) for number in range(args.n_layer)}
         self.blocks = nn.ModuleDict(blocks)

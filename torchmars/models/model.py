@@ -83,9 +83,10 @@ class Model(nn.Module, ABC):
     its `reach`. `attn.head_rows` says, by the name of a layer, how the rows of its weight are cut
     into pieces, each of one head (`split` of an optimizer's group). `attn.logit_rows` says of those
     that make logits what each piece makes: "query" or "key" of the next head, "lone query" (the
-    part of a head's whose key is every head's) or "". Layers have no other output. One may count,
-    where it is told to (`parallel/balance.py`), and may add to a gradient by an autograd function,
-    whose backward pass some schedules make twice."""
+    part of a head's whose key is every head's) or "". `attn.logit_bound` is the setting that bounds
+    logits whatever these rows are, a norm or a cap, if there is one. Layers have no other output.
+    One may count, where it is told to (`parallel/balance.py`), and may add to a gradient by an
+    autograd function, whose backward pass some schedules make twice."""
     norm: nn.Module
     """The norm between the last block and the head."""
     output: Head | None
@@ -105,9 +106,6 @@ class Model(nn.Module, ABC):
     """Experts of each block that has some; 0: none has."""
     dropout: float = 0.0
     """Probability of dropout in training."""
-    logit_bound: str = ""
-    """The setting that bounds the logits of attention whatever the weights of queries and keys are:
-    a norm of both, or a cap."""
 
     def __init__(self, args: Any) -> None:
         """Make the model of `args`, an instance of `settings`. Weights are not initialised."""

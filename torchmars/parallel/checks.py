@@ -184,15 +184,15 @@ def check_balance(config: Config, model: Model) -> None:
 
 def check_qk_clip(config: Config, model: Model) -> None:
     """Raise `UserError` for QK-clip where weights do not decide logits, or which do is unknown."""
-    limit, bound = config.training.qk_clip, model.logit_bound
+    limit, modules = config.training.qk_clip, [*model.blocks.modules()]
+    bounds = [each for each in (getattr(each, "logit_bound", "") for each in modules) if each]
     require(
-        not limit or not bound,
-        f"training.qk_clip = {limit:g} has no meaning beside {bound}, which bounds the logits of "
-        "attention whatever the weights of queries and keys are: remove one of them",
+        not limit or not bounds,
+        f"training.qk_clip = {limit:g} has no meaning beside {''.join(bounds[:1])}, which bounds "
+        "the logits of attention whatever the weights of queries and keys are: remove one of them",
     )
-    declared = [each for each in model.blocks.modules() if getattr(each, "logit_rows", None)]
     require(
-        not limit or bool(declared),
+        not limit or any(getattr(each, "logit_rows", None) for each in modules),
         f"training.qk_clip = {limit:g} needs a model whose attention declares the rows of its "
         f"queries and keys (logit_rows), which a {type(model).__name__} does not: remove it",
     )
