@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models.test_latent import DENSE
 from tests.models.test_moe import GLM
 from tests.support.commands import ROOT, run_command
 from tests.support.full import FULL, full_but
@@ -52,6 +53,9 @@ transformers = pytest.importorskip("transformers")
 LLAMA = {"name": "llama", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 48}
 # A prompt and 50 tokens fit, and no token that is drawn is nearly as likely as another.
 LENGTH, SPREAD = 64, 0.2
+LATENT = {"name": "deepseek", "n_layer": 2, "n_head": 4, "n_embd": 32, "n_inner": 48}
+LATENT |= {"q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 12}
+LATENT |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
 MODELS = {
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "openai": {"bias": True, "activation": "gelu_tanh"},
@@ -144,10 +148,17 @@ def trained_and_refused(tables, *others):
     return [listen_here(each) for each in others]
 
 
+DEEPSEEKS = {
+    "deepseek": LATENT | DENSE,
+    "deepseek without latents of queries": LATENT | DENSE | {"q_lora_rank": 0},
+}
 # Half as wide and a fourth as deep, with heads of half the width: no multiplier is 1.
 BASES = {
     "openai": {"n_head": 2, "n_embd": 16, "n_layer": 1},
     "qwen3": {"n_head": 4, "n_embd": 16, "n_inner": 24, "head_dim": 8, "n_layer": 1},
+    "deepseek": {"n_embd": 16, "n_inner": 24, "n_layer": 1, "q_lora_rank": 12, "kv_lora_rank": 8}
+    | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    "deepseek without latents of queries": {"n_embd": 16, "n_layer": 1, "qk_nope_head_dim": 8},
 }
 
 
@@ -157,7 +168,7 @@ def test_a_model_with_a_base_is_exported_without_multipliers(name, tmp_path):
 
     def tables_of(run, transfer, **overrides):
         training = {"steps": 2, "seq_len": LENGTH, "ema_decay": 0.5}
-        shape = MODELS[name] | {"n_layer": 4}
+        shape = (MODELS | DEEPSEEKS)[name] | {"n_layer": 4}
         sections = {"training": training, "model": shape, "transfer": transfer} | overrides
         return tiny_tables(tmp_path, run={"name": run}, **sections)
 
@@ -242,10 +253,7 @@ MIXTURES = {
     "qwen3_moe": LLAMA | EXPERTS | {"qk_norm": True},
     "mixtral": LLAMA | EXPERTS,
     "glm4_moe": LLAMA | EXPERTS | GLM | {"n_layer": 3, "routed_scaling": 2.5},
-    "deepseek_v3": {"name": "deepseek", "n_layer": 3, "n_head": 4, "n_embd": 32, "n_inner": 48}
-    | EXPERTS
-    | {"q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 12, "n_group": 2, "topk_group": 1}
-    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+    "deepseek_v3": LATENT | EXPERTS | {"n_layer": 3, "n_group": 2, "topk_group": 1},
 }
 
 
