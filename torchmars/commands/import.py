@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from textwrap import fill
 from typing import Any
 
 import tomli_w
@@ -22,7 +23,7 @@ class Import(PluginOptions):
 
     The folder is one that save_pretrained wrote, or that was downloaded, with .safetensors files.
     hf:NAME is a model of the hub. It is one of these:
-    {IN_WORDS}.
+    {fill(f"{IN_WORDS}.", 96, subsequent_indent="    ")}
 
     It is checked, and stays where it is. A model of the hub stays in the hub's own cache. Each rank
     of a run reads its own part of the weights there. Files that are named after the config, and
