@@ -229,6 +229,15 @@ def test_a_kimi_is_read_as_a_deepseek():
         ("glm", {"routed_scaling_factor": None}, "routed_scaling_factor is None"),
         ("glm", {"partial_rotary_factor": "x"}, "partial_rotary_factor is 'x'"),
         ("qwen3-moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only models"),
+        ("deepseek", {"quantization_config": {"quant_method": "fp8"}}, "weights are quantised"),
+        ("deepseek", {"rope_scaling": {"rope_type": "longrope"}}, "are scaled by .*longrope"),
+        ("deepseek", {"model_type": "deepseek_v32", "index_topk": 2048}, "its index_topk is 2048"),
+        ("deepseek", {"model_type": "glm_moe_dsa"}, "model_type is 'glm_moe_dsa': models of"),
+        ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq is 2: only models with 1"),
+        ("deepseek", {"topk_method": "greedy"}, "topk_method is 'greedy': only models with"),
+        ("deepseek", {"n_group": 0}, "n_group is 0: .* at least 1"),
+        ("deepseek", {"q_lora_rank": "x"}, "q_lora_rank is 'x'"),
+        ("deepseek", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only models"),
     ],
 )
 def test_experts_that_we_do_not_have_are_refused_by_name(kind, changes, message):
@@ -253,3 +262,12 @@ def test_a_shape_that_no_class_of_theirs_has_is_refused_by_name(changes, message
     args = dataclasses.replace(LLAMA, **changes)
     with pytest.raises(UserError, match=message):
         to_config(Llama(args))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"n_expert_shared": 0}, {"router": "softmax", "n_group": 1, "topk_group": 1}]
+)
+def test_experts_that_deepseek_v3_has_not_are_refused_by_name(changes):
+    model = Deepseek(dataclasses.replace(DEEPSEEK, **changes))
+    with pytest.raises(UserError, match="DeepSeek-V3 has model.router = .* model.n_expert_shared"):
+        to_config(model)

@@ -137,6 +137,11 @@ class DeepseekArgs(DecoderArgs):
             )
         if groups == 1:
             return
+        if self.router != "sigmoid":
+            raise UserError(
+                f"model.n_group = {groups} has no meaning with a softmax router: set model.router = "
+                '"sigmoid", or model.n_group = 1'
+            )
         if experts % groups or experts < 2 * groups:
             raise UserError(
                 f"model.n_group = {groups} needs two experts or more in each group, equally many: "
