@@ -139,8 +139,8 @@ class DeepseekArgs(DecoderArgs):
             return
         if self.router != "sigmoid":
             raise UserError(
-                f"model.n_group = {groups} has no meaning with a softmax router: set model.router = "
-                '"sigmoid", or model.n_group = 1'
+                f"model.n_group = {groups} has no meaning with a softmax router: set "
+                'model.router = "sigmoid", or model.n_group = 1'
             )
         if experts % groups or experts < 2 * groups:
             raise UserError(
