@@ -12,6 +12,7 @@ from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_llama import VARIANTS
 from tests.models.test_moe import VARIANTS as MIXTURES
 from torchmars.config import ModelConfig
+from torchmars.config.deepseek import SIZES
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.core.errors import UserError
 from torchmars.exchange.families import DEFAULTS, TITLES
@@ -203,6 +204,21 @@ def test_the_number_of_experts_has_either_name(kind):
         assert from_config(config | {name: number}) == expected
         with pytest.raises(UserError, match="which is the same, [78]: leave the right one"):
             from_config(config | dict.fromkeys(names, 7) | {name: number})
+
+
+# As in a config.json of transformers 4: what the class has not by default.
+STRETCHED = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+STRETCHED |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+PUBLISHED = {
+    "deepseek-v3": {"model_type": "deepseek_v3", "rope_scaling": STRETCHED},
+    "glm-4.7-flash": {"model_type": "glm4_moe_lite", "rope_theta": 1_000_000, "rms_norm_eps": 1e-5},
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_the_defaults_of_a_class_are_the_shape_that_it_was_made_for(size):
+    table = from_config({"rope_theta": 10_000, **PUBLISHED[size]})
+    assert {name: table[name] for name in SIZES[size]} == SIZES[size]
 
 
 def test_a_kimi_is_read_as_a_deepseek():
