@@ -53,8 +53,9 @@ class LatentAttention(nn.Module):
         if self.q_a is not None and self.q_a_norm is not None:
             x = self.q_a_norm(self.q_a(x))
         x, latent, turned = self.gather(x, self.kv_a_norm(latent), turned)
-        q = (self.q_b or self.q)(x)  # type: ignore[misc]  # one of them is there
-        q = q.unflatten(-1, (-1, self.nope + self.rope)).transpose(1, 2)
+        to_queries = self.q if self.q_b is None else self.q_b
+        assert to_queries is not None
+        q = to_queries(x).unflatten(-1, (-1, self.nope + self.rope)).transpose(1, 2)
         rotated = rotate(q[..., self.nope :], cos, sin, self.neighbours)
         q = torch.cat([q[..., : self.nope], rotated], dim=-1)
         k = rotate(turned.unsqueeze(1), cos, sin, self.neighbours)
