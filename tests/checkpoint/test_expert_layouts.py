@@ -52,6 +52,12 @@ def test_experts_go_on_on_other_ranks(tmp_path, pairs):
     resume_each(tmp_path, "Qwen3-MoE", "mars-m", pairs, steps=6)
 
 
+@FULL
+def test_latent_attention_goes_on_on_other_ranks(tmp_path):
+    pairs = [("EP 2", "TP 2, EP 2"), ("TP 2, EP 2", "CP 2, EP 2"), ("TP 2, EP 2", "TP 2, EP 2")]
+    resume_each(tmp_path, "DeepSeek", "mars-m", pairs, steps=6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", BOUNDS)
 @pytest.mark.parametrize("model", LOSSES)
