@@ -71,8 +71,8 @@ class ModelConfig:
     """Which model is trained."""
 
     name: Annotated[str, FamilyName(MODELS), Mark.IDENTITY] = "gpt2"
-    """Model family. llama: also Mistral, Ministral, SmolLM3, OLMo 3, Qwen2, Qwen3, Qwen3-MoE, Mixtral and
-    GLM-4.5. deepseek: models with latent attention, DeepSeek-V3, Moonlight, Kimi K2 and
+    """Model family. llama: also Mistral, Ministral, SmolLM3, OLMo 3, Qwen2, Qwen3, Qwen3-MoE,
+    Mixtral and GLM-4.5. deepseek: models with latent attention, DeepSeek-V3, Moonlight, Kimi K2 and
     GLM-4.7-Flash."""
     size: Annotated[str, Mark.IDENTITY] = "nano"
     """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).
