@@ -9,14 +9,13 @@ base (wide_llama.py) and is tuned with it; the others begin with 0.02. It goes o
 stopped.
 """
 
-import argparse
 import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.measurements.transfer_study import HAVE_REST, RULES, torchmars
+from tests.measurements.transfer_study import HAVE_REST, RULES, parse_options, torchmars
 from torchmars.comparison.statistics import mean_with_interval
 
 Rates = dict[str, float]
@@ -56,13 +55,7 @@ REST = "0.008,0.016,0.032"
 
 def main() -> None:
     """Make the study of the command line, and print a line for each arm."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--rules", default=",".join(RULES))
-    parser.add_argument("--jobs", default="2")
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    options = parse_options(__doc__)
     for rule in options.rules.split(","):
         trials = Trials(options.folder, rule, options.text.resolve(), options.jobs)
         kept, based = trials.tune("llama"), trials.tune("wide-llama")

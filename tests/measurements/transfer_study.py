@@ -52,13 +52,7 @@ HAVE_REST = ("muon", "mars-m")
 
 def main() -> None:
     """Make the study of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--rules", default=",".join(RULES))
-    parser.add_argument("--jobs", default="2")
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    options = parse_options(__doc__)
     config = options.folder / "base.toml"
     config.write_text(CONFIG.format(text=options.text.resolve()))
     for rule in options.rules.split(","):
@@ -76,6 +70,18 @@ def main() -> None:
             *("--seeds", "3", "--jobs", options.jobs, "--folder", str(options.folder / rule)),
         )
         print(f"{rule}, lr_rest {rest}\n{(options.folder / rule / 'table.md').read_text()}")
+
+
+def parse_options(doc: str | None) -> argparse.Namespace:
+    """Return the options of a study, whose folder is there then."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--jobs", default="2")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return options
 
 
 def best_rest(config: Path, own: Path, jobs: str) -> float:
