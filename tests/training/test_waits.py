@@ -128,9 +128,12 @@ def test_a_report_waits_for_the_device_once():
     optimizer = Mock(telemetry=note("wait for telemetry", {}))
     metrics = Mock()
     balance = Mock(figures=note("read the figures of experts", {}))
+    logits = Mock(figures=note("read the largest logits", {}))
     reporter = RunReporter(
         config=Mock(training=Mock(seq_len=8)),
-        trained=Mock(model=Mock(layout=layout, balance=balance), optimizer=optimizer),
+        trained=Mock(
+            model=Mock(layout=layout, balance=balance, attention_logits=logits), optimizer=optimizer
+        ),
         data=Mock(mixture=Mock(names=[])),
         metrics=metrics,
         events=Mock(),
@@ -143,5 +146,6 @@ def test_a_report_waits_for_the_device_once():
         ("wait for telemetry", {}),
         ("read the loss", {}),
         ("read the figures of experts", {}),
+        ("read the largest logits", {}),
     ]
     assert metrics.train.call_args.args[:2] == (3, 3.0)

@@ -136,6 +136,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 _DEEPSEEK = {name: value for name, value in _LLAMA.items() if name != "num_key_value_heads"}
 DEFAULTS["deepseek_v3"] = _DEEPSEEK | {
     "vocab_size": 129_280,
+    "bos_token_id": 0,
     "hidden_size": 7168,
     "intermediate_size": 18_432,
     "num_hidden_layers": 61,
