@@ -178,6 +178,9 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, package, sour
     from torchmars.data.prepare import prepare_shards
 
     monkeypatch.setitem(sys.modules, package, None)
+    # As in a process that has not imported it yet.
+    monkeypatch.delitem(sys.modules, "torchmars.data.hub", raising=False)
+    monkeypatch.delattr("torchmars.data.hub", raising=False)
     (tmp_path / "a.parquet").write_bytes(b"x")
     source = source.format(tmp_path / "a.parquet")
     with pytest.raises(UserError, match=rf"needs the package {package}: pip install 'torchmars\["):

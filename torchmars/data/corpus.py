@@ -133,8 +133,6 @@ def load_dataset(source: DataSource) -> Any:
     Raises `UserError`.
     """
     with needs_package("datasets", "a source of Hugging Face"):
-        import datasets
-
         from torchmars.data import hub
     name, _, revision = source.dataset.partition("@")
     local = os.path.exists(source.dataset)
@@ -144,7 +142,7 @@ def load_dataset(source: DataSource) -> Any:
     problem = ""
     try:
         with contextlib.nullcontext("") if local else hub.hub_or_cache() as problem:
-            data = datasets.load_dataset(
+            data = hub.datasets.load_dataset(
                 name, source.config or None, split=source.split, streaming=True, **options
             )
     except Exception as error:  # whatever its loader, its network or its files have raised
