@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchmars.config.fields import Mark
 from torchmars.config.llama import LlamaArgs
 from torchmars.config.model import MODELS
 from torchmars.core.bounds import Range
+from torchmars.core.errors import UserError
 from torchmars.exchange.families import DEFAULTS, KEYS
 from torchmars.exchange.from_config import READERS, shape_of
 from torchmars.exchange.names import LLAMA_NAMES, NAMES
@@ -26,7 +28,7 @@ from torchmars.exchange.values import number, require_all, whole_number
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.llama import MLP, Llama
 from torchmars.models.model import added
-from torchmars.models.rotary import rotate, rotation
+from torchmars.models.rotary import rotate, rotation, unscaled
 
 
 def size(n_layer, n_head, n_embd, n_inner, **more):
@@ -36,6 +38,9 @@ def size(n_layer, n_head, n_embd, n_inner, **more):
     return shape | own | {"window": 1024, "window_blocks": "sssssf", "query_width": 256} | more
 
 
+# Llama's settings that Gemma 3 does not have.
+FIXED = {"tied": True, "qk_norm": True, "qk_norm_whole": False, "post_norms": False}
+FIXED |= {"qkv_bias": False, "n_expert": 0, "rotary_fraction": 1.0, "rope_blocks": "r"}
 LONG = {"rope_scaling": "linear", "rope_scaling_factor": 8.0}
 
 
@@ -52,10 +57,16 @@ class Gemma3Args(LlamaArgs):
         "27b": size(62, 32, 5376, 21504, n_kv_head=16, head_dim=128, query_width=168) | LONG,
     }
 
-    query_width: Annotated[int, Range(1, 1_000_000)]
+    query_width: Annotated[int, Range(1, 1_000_000), Mark.NO_SHAPE]
     """Attention logits are divided by its root. query_pre_attn_scalar there."""
     rope_theta_window: Annotated[float, Range(1, 1e12)] = 10_000.0
     """Base of the wavelengths of blocks with a window, which no scaling stretches."""
+
+    def check(self) -> None:
+        super().check()
+        for name, value in FIXED.items():
+            if getattr(self, name) != value:
+                raise UserError(f"model.{name} of a Gemma 3 must be {value}")
 
 
 class Norm(nn.RMSNorm):
@@ -134,12 +145,16 @@ class Gemma3(Llama):
 
     def transform(self, x, positions, sight):
         args = self.args
-        narrow = replace(args, rope_theta=args.rope_theta_window, rope_scaling_factor=1.0)
-        turns = {each: rotation(positions, args.head_width, each) for each in (args, narrow)}
-        sights = {args: sight, narrow: Sight.within(args.window, sight, x, 0.0)}
+        narrow = replace(unscaled(args), rope_theta=args.rope_theta_window)
+        kinds = {
+            "f": (*rotation(positions, args.head_width, args), sight),
+            "s": (
+                *rotation(positions, args.head_width, narrow),
+                Sight.within(args.window, sight, x, 0.0),
+            ),
+        }
         for name, block in self.blocks.items():
-            kind = narrow if args.window_of(int(name)) else args
-            x = block(x, *turns[kind], sights[kind])
+            x = block(x, *kinds["s" if args.window_of(int(name)) else "f"])
         return x
 
 
@@ -158,25 +173,21 @@ def from_gemma3(config):
         tie_word_embeddings=[True],
         use_bidirectional_attention=[None, False],
     )
-    every, blocks = config["sliding_window_pattern"], whole_number(config, "num_hidden_layers")
+    every = whole_number(config, "sliding_window_pattern")
+    blocks = whole_number(config, "num_hidden_layers")
     letters = ["s" if place % every else "f" for place in range(1, blocks + 1)]
     types = by_block(config, "layer_types", blocks) or [TYPES[each] for each in letters]
-    require_each(types)
-    found = shape_of(config) | {"name": "gemma3", "tied": True, "qk_norm": True}
-    return (
-        found
-        | ropes_of(config)
-        | {
-            "window": whole_number(config, "sliding_window"),
-            "window_blocks": shortest("".join(each[0] for each in types)),
-        }
-    )
-
-
-def require_each(types):
-    """Raise `UserError` for a type of blocks that Gemma 3 does not have."""
     for each in types:
         require_all({"layer_types": each}, layer_types=[*TYPES.values()])
+    return {
+        **shape_of(config),
+        **ropes_of(config),
+        "name": "gemma3",
+        "tied": True,
+        "qk_norm": True,
+        "window": whole_number(config, "sliding_window"),
+        "window_blocks": shortest("".join(each[0] for each in types)),
+    }
 
 
 def ropes_of(config):
@@ -184,10 +195,12 @@ def ropes_of(config):
 
     transformers 5 has a table for each type of blocks, older versions keys beside each other.
     """
-    wide = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {})}
-    narrow = {"rope_theta": config["rope_local_base_freq"]}
-    tables = config.get("rope_parameters") or {}
-    wide, narrow = wide | tables.get(TYPES["f"], {}), narrow | tables.get(TYPES["s"], {})
+    older, tables = config["rope_scaling"] or {}, config.get("rope_parameters") or {}
+    for each in (older, tables, *(tables.values() if isinstance(tables, dict) else ())):
+        if not isinstance(each, dict):
+            raise UserError(f"its rotary positions are {each!r}, which is no table")
+    wide = {"rope_theta": config["rope_theta"], **older, **tables.get(TYPES["f"], {})}
+    narrow = {"rope_theta": config["rope_local_base_freq"], **tables.get(TYPES["s"], {})}
     require_all(narrow, rope_type=["default"])
     found = rope_of({**config, "rope_scaling": None, "rope_parameters": wide})
     return found | {"rope_theta_window": number(narrow, "rope_theta")}

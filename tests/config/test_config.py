@@ -476,10 +476,9 @@ def test_what_makes_a_run_the_same_run_is_marked():
     shape = {
         *("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "n_inner", "n_expert"),
         *("n_dense", "n_expert_used", "n_expert_inner", "n_expert_shared"),
-        *("window", "rope_original_len"),
     }
     latent_shape = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
-    shape |= {*latent_shape, "n_group", "topk_group"}
+    shape |= {*latent_shape}
     latent = {*latent_shape, "n_group", "topk_group", "rope_interleave", "rope_logit_factor"}
     latent = {f"model.{name}" for name in latent}
     transfer = {f"transfer.{name}" for name in ("size", "depth", "decay", "embedding", *shape)}

@@ -351,6 +351,10 @@ OWN_TABLE = "lm_head.weight has other values than its transformer.wte.weight: a 
 EXCEPTIONS = {
     ("another head", "gpt2"): OWN_TABLE,
     ("another head without prefix", "gpt2"): OWN_TABLE,
+    # transformers gives that theta to blocks without a window alone.
+    ("theta alone", "olmo3"): "blocks with a window may differ by their scaling alone",
+    ("scaling beside the table", "olmo3"): "may differ by their scaling alone",
+    ("by layers", "olmo3"): "lacks 'original_max_position_embeddings'",
     ("the same head, not tied", "gpt2"): "its tie_word_embeddings is False: only models with True",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -390,6 +394,12 @@ CONFIGS = {
         "",
     ),
     "yarn, attention": (config(rope_scaling=YARN | {"attention_factor": 0.7}), SCALED, ""),
+    "yarn, factor of attention alone": (
+        config(rope_scaling=YARN | {"factor": 1.0, "attention_factor": 0.7}),
+        SCALED,
+        "",
+    ),
+    "yarn of factor 0": (config(rope_scaling=YARN | {"factor": 0.0}), LLAMAS, "must be 1 or"),
     "yarn, not truncated": (config(rope_scaling=YARN | {"truncate": False}), LLAMAS, "truncate"),
     "dynamic": (config(rope_scaling=YARN | {"rope_type": "dynamic"}), SCALED, ""),
     "longrope": (config(rope_scaling={"rope_type": "longrope"}), LLAMAS, "scaled by"),

@@ -5,6 +5,7 @@ import importlib
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,11 +126,33 @@ def test_defaults_are_those_of_the_class(plugin):
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"layer_types": ["chunked_attention"] * 26}, "layer_types is 'chunked_attention'"),
         ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ({"rope_scaling": "x"}, "which is no table"),
+        ({"rope_parameters": "x"}, "which is no table"),
+        ({"rope_parameters": {"full_attention": 3}}, "which is no table"),
     ],
 )
 def test_what_the_family_lacks_is_refused(plugin, changes, message):
     with pytest.raises(UserError, match=message):
         from_config.from_config({"model_type": "gemma3_text"} | changes)
+
+
+def test_full_blocks_see_all_also_with_one_theta(plugin, tmp_path):
+    _, ours = theirs_and_ours(tmp_path)
+    args = replace(ours.args, rope_theta=1e4, rope_scaling_factor=1.0)
+    model = plugin.Gemma3(args).eval()
+    model.load_state_dict(ours.state_dict())
+    tokens = torch.arange(40)[None]
+    other = tokens.clone()
+    other[0, 0] = 7
+    assert (model(tokens)[0, -1] - model(other)[0, -1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("setting", ["tied", "qk_norm"])
+def test_what_llama_alone_has_is_refused(plugin, tmp_path, setting):
+    _, ours = theirs_and_ours(tmp_path)
+    with pytest.raises(UserError, match=f"model.{setting} of a Gemma 3 must be True"):
+        replace(ours.args, **{setting: False}).check()
 
 
 @pytest.mark.parametrize(

@@ -109,19 +109,30 @@ def test_flops_count_the_tokens_of_a_window():
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"window_blocks": "sx"}, "model.window_blocks = 'sx': write a letter for each block"),
+        (
+            {"window": 5, "window_blocks": "sx"},
+            "model.window_blocks = 'sx': write a letter for each block",
+        ),
         ({"window_blocks": ""}, "model.window_blocks = ''"),
         (
             {"rope_blocks": "R"},
             "model.rope_blocks = 'R': write a letter for each block, r, u, n",
         ),
-        ({"rope_blocks": "r" * 9}, "has 9 letters for model.n_layer ="),
+        ({"window_blocks": "sf"}, "has no meaning without model.window"),
+        ({"rope_attention_factor": 2.0}, 'has no meaning without model.rope_scaling = "yarn"'),
+        (
+            {"rope_scaling": "yarn", "rope_original_len": 16, "rope_theta": 1.0},
+            "model.rope_theta must be more than 1",
+        ),
         ({"rope_scaling": "yarn"}, "needs model.rope_original_len"),
         (
             {"rope_scaling": "dynamic", "rope_original_len": ARGS.seq_len - 1},
             "longer than model.rope_original_len",
         ),
-        ({"rope_beta_fast": 0.5}, "must be at least model.rope_beta_slow"),
+        (
+            {"rope_scaling": "yarn", "rope_original_len": 16, "rope_beta_fast": 0.5},
+            "must be at least model.rope_beta_slow",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_one_line(changes, message):

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from torchmars.config.deepseek import SIZES as SIZES_OF_DEEPSEEK
+from torchmars.config.deepseek import DeepseekArgs
 from torchmars.config.gpt2 import GPT2Args
+from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.optim import MARS, param_groups, transfer_factors
 from torchmars.optim.rules import RULES
@@ -263,3 +266,17 @@ def test_heads_may_be_more_than_in_the_base():
     assert settings_of("muon", model(2), model(2), per_head=True) == settings_of(
         "muon", model(2), model(2)
     )
+
+
+def test_pieces_of_heads_are_paired_before_equal_ones_are_left_out():
+    """Here keys and values of a head are of one shape, [8, 24], in the base of two."""
+
+    def model(nope, latent):
+        shape = SIZES_OF_DEEPSEEK["nano"] | {"n_layer": 1, "n_embd": 32, "n_head": 2}
+        shape |= {"qk_nope_head_dim": nope, "v_head_dim": 8, "kv_lora_rank": latent}
+        return Deepseek(DeepseekArgs(vocab_size=16, seq_len=4, **shape))
+
+    factors = transfer_factors(model(8, 24), model(4, 12))
+    twin = factors.twins["blocks.0.attn.kv_b.weight"]
+    cut = {"split": (8, 8, 8, 8), "per_head": True}
+    assert twin.pieces({}, cut) == [((8, 24), (4, 12)), ((8, 24), (8, 12))]

@@ -36,7 +36,9 @@ def rates_in_words(found: Comparison) -> list[str]:
     base, *others = rates
     of_base = rates[base]
     if of_base is None:
-        return [f"{base}, the base, has no best rate: its lowest loss is at an end of the rates."]
+        done = losses_of(found, base, found.seeds[0])
+        why = "its lowest loss is at an end of the rates" if done else "no trial of it is done"
+        return [f"{base}, the base, has no best rate: {why}."]
     times = {name: rate and f"{rate / of_base:.2f} times that" for name, rate in rates.items()}
     said = ", of ".join(f"{name} it is {times[name] or 'not known'}" for name in others)
     return [f"{base}, the base, is best at the rate {of_base:.3g}.", f"Of {said}."]

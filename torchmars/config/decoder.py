@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from torchmars.config.fields import Mark
 from torchmars.config.model_args import ModelArgs
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
@@ -37,7 +38,7 @@ class DecoderArgs(ModelArgs):
     """Which wavelengths rope_scaling_factor stretches. llama3: long ones. linear: all. yarn: those
     that turn less than rope_beta_fast times in rope_original_len tokens. dynamic: none up to
     rope_original_len tokens, and longer sequences are refused."""
-    rope_original_len: Annotated[int, Range(1, 100_000_000)] | None = None
+    rope_original_len: Annotated[int, Range(1, 100_000_000), Mark.NO_SHAPE] | None = None
     """Tokens that the model took before the stretching. Default with llama3: 8192."""
     rope_beta_fast: Annotated[float, Range(0.001, 10_000)] = 32.0
     """Of yarn: wavelengths that turn as often as this in rope_original_len tokens stay."""
@@ -95,6 +96,12 @@ class DecoderArgs(ModelArgs):
                 f'model.rope_scaling = "{self.rope_scaling}" needs model.rope_original_len: set it '
                 "to the tokens that the model took before"
             )
+        if self.rope_scaling == "yarn" and self.rope_theta == 1:
+            raise UserError('model.rope_theta must be more than 1 with model.rope_scaling = "yarn"')
+        own = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_attention_factor": None}
+        for name, default in own.items() if self.rope_scaling != "yarn" else ():
+            if getattr(self, name) != default:
+                raise UserError(f'model.{name} has no meaning without model.rope_scaling = "yarn"')
         if self.rope_scaling == "dynamic" and self.seq_len > self.original_len:
             raise UserError(
                 f"sequences of {self.seq_len} tokens are longer than model.rope_original_len = "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from torchmars.config.decoder import DecoderArgs
+from torchmars.config.fields import Mark
 from torchmars.config.model_args import Sizes
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
@@ -87,9 +88,9 @@ class DeepseekArgs(DecoderArgs):
     rope_logit_factor: Annotated[float, Range(0, 100)] = 0.0
     """Where rotary positions are stretched: attention logits are times (0.1 * this *
     ln(rope_scaling_factor) + 1)^2. 1 in DeepSeek-V3, whose config.json calls it mscale_all_dim."""
-    n_group: Annotated[int, Range(1, 10_000)] = 1
+    n_group: Annotated[int, Range(1, 10_000), Mark.NO_SHAPE] = 1
     """Groups of experts. A token chooses groups first, then experts in them."""
-    topk_group: Annotated[int, Range(1, 10_000)] = 1
+    topk_group: Annotated[int, Range(1, 10_000), Mark.NO_SHAPE] = 1
     """Groups that each token chooses."""
 
     @property

@@ -23,6 +23,7 @@ class Mark(enum.Enum):
     IDENTITY = "another value is another run: the checkpoint is refused"
     REPORTED = "a section whose changes are allowed and listed, since they change what is computed"
     CHANGEABLE = "of a model's settings: another value is the same run"
+    NO_SHAPE = "of a model's settings: a whole number that changes the shape of no weight"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from torchmars.config.decoder import DecoderArgs
+from torchmars.config.fields import Mark
 from torchmars.config.model_args import Sizes
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
@@ -121,7 +122,7 @@ class LlamaArgs(DecoderArgs):
     """Which blocks have rotary positions, a letter each: r has them, u has them unscaled, n has
     none. "rrrn": every fourth block has none, as in SmolLM3. Fewer letters than blocks are
     repeated."""
-    window: Annotated[int, Range(1, 100_000_000)] | None = None
+    window: Annotated[int, Range(1, 100_000_000), Mark.NO_SHAPE] | None = None
     """Tokens that a token attends to in the blocks of window_blocks: itself and those before it.
     Default: all."""
     window_blocks: str = "s"
@@ -176,22 +177,21 @@ class LlamaArgs(DecoderArgs):
                 f"model.rotary_fraction = {self.rotary_fraction:g} of heads of width "
                 f"{self.head_width} is no even number of dims: choose another"
             )
-        check_pattern("rope_blocks", self.rope_blocks, "run", self.n_layer)
-        check_pattern("window_blocks", self.window_blocks, "sf", self.n_layer)
+        check_pattern("rope_blocks", self.rope_blocks, "run")
+        check_pattern("window_blocks", self.window_blocks, "sf")
+        if self.window is None and self.window_blocks != "s":
+            raise UserError(
+                f"model.window_blocks = {self.window_blocks!r} has no meaning without model.window"
+            )
         if self.qk_norm_whole and not self.qk_norm:
             raise UserError("model.qk_norm_whole = true has no meaning without model.qk_norm")
         self.check_rope()
         self.check_experts()
 
 
-def check_pattern(name: str, pattern: str, letters: str, blocks: int) -> None:
-    """Raise `UserError` for a pattern of blocks that has other letters, or more than blocks."""
+def check_pattern(name: str, pattern: str, letters: str) -> None:
+    """Raise `UserError` for a pattern of blocks that has other letters, or none."""
     if not pattern or set(pattern) - set(letters):
         raise UserError(
             f"model.{name} = {pattern!r}: write a letter for each block, {', '.join(letters)}"
-        )
-    if len(pattern) > blocks:
-        raise UserError(
-            f"model.{name} = {pattern!r} has {len(pattern)} letters for model.n_layer = {blocks} "
-            "blocks: shorten it"
         )

@@ -77,9 +77,11 @@ class ModelConfig:
     size: Annotated[str, Mark.IDENTITY] = "nano"
     """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).
     llama: nano (3M, for CPUs), 160m, the sizes of Llama 3 (1b, 3b, 8b, 70b, 405b) and of Qwen3
-    (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b); mixtures of experts are moe-nano and glm-nano (for
+    (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b), mistral-7b-v0.1, mistral-7b-v0.3, mistral-nemo,
+    mistral-small-24b, ministral-8b, smollm-nano (for CPUs), smollm3-3b, olmo-nano (for CPUs),
+    olmo3-7b and olmo3-32b; mixtures of experts are moe-nano and glm-nano (for
     CPUs), qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, mixtral-8x22b, glm-4.5-air and glm-4.5.
-    deepseek: nano (4M, for CPUs), moonlight-16b-a3b, glm-4.7-flash, deepseek-v3 and kimi-k2."""
+    deepseek: nano (5M, for CPUs), moonlight-16b-a3b, glm-4.7-flash, deepseek-v3 and kimi-k2."""
     vocab_size: Annotated[Annotated[int, Range(1, 10_000_000)] | None, Mark.IDENTITY] = None
     """Rows of the token table. Default: the tokenizer's vocabulary, rounded up to a multiple of
     64."""

@@ -15,9 +15,12 @@ NOT_SHAPE = ("size", "depth", "decay", "embedding")
 
 
 def is_whole(hint: Any) -> bool:
-    """Return whether a setting of a model is a whole number: such ones make its shape."""
+    """Return whether a setting of a model is a whole number: such ones make its shape.
+
+    Unless they are marked as no part of it.
+    """
     if get_origin(hint) is Annotated:
-        return is_whole(get_args(hint)[0])
+        return is_whole(get_args(hint)[0]) and Mark.NO_SHAPE not in hint.__metadata__
     if get_origin(hint) in (Union, UnionType):
         return all(is_whole(each) for each in get_args(hint) if each is not NoneType)
     return hint is int

@@ -129,7 +129,7 @@ def mixture_counterparts(model: Llama, fused: bool) -> dict[str, Counterpart]:
 
 def mixture_kind(args: LlamaArgs) -> str:
     """Return transformers' name for the kind of a model with experts. DeepSeek-V3 has GLM-4.5's."""
-    if args.router == "sigmoid":
+    if args.router == "sigmoid" or not isinstance(args, LlamaArgs):
         return "glm4_moe"
     return "qwen3_moe" if args.qk_norm else "mixtral"
 

@@ -36,7 +36,8 @@ def patterns_of(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     for each in types or ():
         if each not in (FULL, WINDOW) or (each == WINDOW and kind not in BY_BLOCK):
-            raise UserError(f"its layer_types has {each!r}: only models with {FULL!r} are known")
+            known = FULL + (f" and {WINDOW}" if kind in BY_BLOCK else "")
+            raise UserError(f"its layer_types has {each!r}: only models with {known} are known")
     off = kind in BY_SWITCH and not config["use_sliding_window"]
     if kind not in BY_BLOCK + EVERYWHERE or off or config["sliding_window"] is None:
         if WINDOW in (types or ()):
@@ -125,20 +126,19 @@ def pattern_config(kind: str, args: LlamaArgs) -> dict[str, Any]:
 
 def check_patterns(kind: str, args: LlamaArgs) -> None:
     """Raise `UserError` for patterns that the class of a `kind` cannot have."""
-    windows = {args.window_of(number) for number in range(args.n_layer)}
+    windows = [args.window_of(number) for number in range(args.n_layer)]
+    letters = [args.rope_of(number) for number in range(args.n_layer)]
+    if args.rope_scaling_factor == 1:  # unscaled ones are as all others then
+        letters = [letter.replace("u", "r") for letter in letters]
+    pairs = {(window is not None, letter) for window, letter in zip(windows, letters, strict=True)}
     has = {
-        "model.rope_blocks": {*map(args.rope_of, range(args.n_layer))} != {"r"},
-        "model.window": windows != {None},
-        "model.window_blocks": len(windows) > 1,
+        "model.rope_blocks": {*letters} != {"r"},
+        "model.window": {*windows} != {None},
+        "model.window_blocks": len({*windows}) > 1,
     }
-    by_window = {(bool(args.window_of(n)), args.rope_of(n)) for n in range(args.n_layer)}
-    scales = args.rope_scaling_factor != 1
-    unscaled = "u" in dict(by_window).values() and scales
+    ropes = {"smollm3": {*letters} <= {"r", "n"}, "olmo3": pairs <= {(True, "u"), (False, "r")}}
     covered = {
-        "model.rope_blocks": kind == "smollm3"
-        and not unscaled
-        or kind == "olmo3"
-        and by_window <= {(True, "u"), (False, "r")},
+        "model.rope_blocks": ropes.get(kind, False),
         "model.window": kind in BY_BLOCK + EVERYWHERE,
         "model.window_blocks": kind in BY_BLOCK,
     }

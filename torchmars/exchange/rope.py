@@ -37,6 +37,10 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "yarn" and table.get("factor") is None:
         table["factor"] = longest / whole_number(table, ORIGINAL)
     found["rope_scaling_factor"] = number(table, "factor")
+    if not found["rope_scaling_factor"] >= 1:
+        raise UserError(
+            f"its factor of rotary positions is {table['factor']}: it must be 1 or more"
+        )
     if kind == "llama3":
         require_all(table, low_freq_factor=[LOW], high_freq_factor=[HIGH])
         original = whole_number(table, ORIGINAL)
@@ -76,15 +80,18 @@ def rope_by_type(config: Mapping[str, Any], patterns: Mapping[str, Any]) -> dict
     Blocks with a window may lack the scaling of the others. Raises `UserError` for another
     difference between them.
     """
-    given = config.get("rope_parameters") or {}
+    given, older = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if not isinstance(older, dict):
+        raise UserError(f"its rotary positions are {older!r}, which is no table")
     if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
         raise UserError(f"its rope_parameters are {given!r}: a table for each layer type is needed")
-    # As transformers 5.24 reads them: the theta of an older file is of blocks without a window.
-    theta = {"rope_theta": DEFAULTS["olmo3"]["rope_theta"]}
-    older = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
-    tables = {FULL: older, WINDOW: {}} if not given else {FULL: {}, WINDOW: {}, **given}
+    # As transformers 5.24 reads them: the theta of an older file is of blocks without a window, and
+    # so is `rope_scaling`.
+    tables = {FULL: {}, WINDOW: {}, **given}
+    tables[FULL] = {"rope_theta": config["rope_theta"], **tables[FULL], **older}
+    tables[WINDOW] = {"rope_theta": DEFAULTS["olmo3"]["rope_theta"], **tables[WINDOW]}
     full, narrow = (
-        rope_of({**config, "rope_scaling": None, "rope_parameters": theta | tables[each]})
+        rope_of({**config, ORIGINAL: None, "rope_scaling": None, "rope_parameters": tables[each]})
         for each in (FULL, WINDOW)
     )
     if narrow == full or "window" not in patterns:
@@ -112,14 +119,15 @@ def factor_of_attention(table: Mapping[str, Any]) -> dict[str, float]:
 def nested_rope(args: LlamaArgs) -> dict[str, Any]:
     """Return `rope_parameters` of an OLMo 3, a table for each type of layer."""
     plain = {"rope_type": "default", "rope_theta": args.rope_theta}
-    table = rope_config(args).get("rope_scaling", plain) | {"rope_theta": args.rope_theta}
+    flat = rope_config(args)
+    table = flat.pop("rope_scaling", plain) | {"rope_theta": flat.pop("rope_theta")}
     unscaled = "u" in map(args.rope_of, range(args.n_layer))
-    return {"rope_parameters": {FULL: table, WINDOW: plain if unscaled else table}}
+    return flat | {"rope_parameters": {FULL: table, WINDOW: plain if unscaled else table}}
 
 
 def rope_config(args: DecoderArgs) -> dict[str, Any]:
     """Return `rope_theta` and, where positions are scaled, `rope_scaling` of config.json."""
-    if args.rope_scaling_factor == 1:
+    if args.rope_scaling_factor == 1 and args.rope_attention_factor is None:
         return {"rope_theta": args.rope_theta}
     table: dict[str, Any] = {"rope_type": args.rope_scaling, "factor": args.rope_scaling_factor}
     if args.rope_scaling == "llama3":

@@ -78,9 +78,11 @@ class Sight(NamedTuple):
         if sight is not None:
             return sight._replace(window=window)
         # The kernel of documents takes a window: each sequence is a document.
-        whole = has_kernel(x.device.type, x.dtype, dropout)
-        starts = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device) if whole else None
-        return cls(starts=starts, window=window)
+        if not has_kernel(x.device.type, x.dtype, dropout):
+            return cls(window=window)
+        starts = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
+        length = x.shape[1]
+        return cls(None, starts, length, bounds(starts, 0, length), window=window)
 
     def mask_of(self, queries: int, keys: int) -> Tensor | None:
         """Return which of the first `keys` tokens the last `queries` of them see."""

@@ -1,10 +1,11 @@
-"""The Llama family: Llama 3 and, by options, Mistral, SmolLM3, Qwen, Mixtral and GLM-4.5.
+"""The Llama family: Llama 3 and, by options, Mistral, SmolLM3, OLMo 3, Qwen, Mixtral and GLM-4.5.
 
 - RMS norms, SwiGLU MLPs and grouped queries. No biases, except `qkv_bias` (Qwen2, GLM-4.5).
 - Rotary positions, in float32; GLM-4.5 rotates only half of each head (`rotary_fraction`).
 - `rope_scaling_factor` stretches wavelengths, as in Llama 3.1 or by YaRN.
 - Blocks without rotary positions (`rope_blocks`, SmolLM3), or with a window of attention (Mistral).
-- `qk_norm` normalises each head's queries and keys (Qwen3).
+- `qk_norm` normalises each head's queries and keys (Qwen3), or those of all heads at once and
+  what blocks add instead of what they take (OLMo 3).
 - The head is a weight of its own or, if `tied`, the token table.
 - Experts (moe.py) replace the MLP in all blocks after the first `n_dense`.
 
@@ -15,7 +16,6 @@ Team 2025 (arXiv 2508.06471).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.model import Head, Model, Table, TensorParallelCut, added
 from torchmars.models.moe import MoE, as_it_is
-from torchmars.models.rotary import rotate, rotation
+from torchmars.models.rotary import rotate, rotation, unscaled
 
 
 class Attention(nn.Module):
@@ -193,8 +193,10 @@ class Llama(Model):
         args, turns, sights = self.args, {}, {None: sight}
         for number, block in self.blocks.items():
             window, letter = args.window_of(int(number)), args.rope_of(int(number))
+            if window is not None and window >= self.seq_len:
+                window = None
             if letter not in turns:  # all blocks of a kind share them
-                scaled = replace(args, rope_scaling_factor=1.0) if letter == "u" else args
+                scaled = args if letter != "u" else unscaled(args)
                 turns[letter] = rotation(positions, args.rotary_width, scaled)
             if window not in sights:
                 sights[window] = Sight.within(window, sight, x, self.dropout)

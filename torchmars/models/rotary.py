@@ -6,6 +6,7 @@ arXiv 2407.21783).
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,9 +59,14 @@ def frequencies(width: int, args: DecoderArgs, device: torch.device) -> Tensor:
 
 def attention_factor(args: DecoderArgs) -> float:
     """Return YaRN's factor of rotated queries and keys; 1 without YaRN."""
-    if args.rope_scaling != "yarn" or args.rope_scaling_factor == 1:
+    if args.rope_scaling != "yarn":
         return 1.0
     return args.rope_attention_factor or 0.1 * math.log(args.rope_scaling_factor) + 1
+
+
+def unscaled(args: DecoderArgs) -> DecoderArgs:
+    """Return settings with no wavelength stretched."""
+    return replace(args, rope_scaling_factor=1.0, rope_attention_factor=None)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:

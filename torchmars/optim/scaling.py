@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -77,8 +78,9 @@ class Twin(NamedTuple):
         if by_head := cut.get("per_head", False):
             theirs |= self.base_heads
         sides = _sides(self.shape, given | cut), _sides(self.base, given | theirs)
-        ours, others = (dict.fromkeys(each) if by_head else each for each in sides)
-        return list(zip(ours, others, strict=True))
+        if by_head:
+            return [*dict.fromkeys(zip(sides[0], cycle(sides[1])))]
+        return list(zip(*sides, strict=True))
 
 
 @dataclass(frozen=True)

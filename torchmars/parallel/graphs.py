@@ -19,6 +19,7 @@ from torchmars.parallel.layout import Layout
 # so, and Llama 1B. All graphs of a deeper model are alike, so that their number costs no time to
 # compile. On CPUs runs keep the bits that they had: one graph rounds less often.
 MOST_BLOCKS = defaultdict(lambda: 16, cpu=1)
+RECOMPILE_LIMIT = 64  # graphs of one function
 
 
 def compile_blocks(
@@ -29,6 +30,10 @@ def compile_blocks(
     On a rank `alone` up to `MOST_BLOCKS` are one graph. Between those of others FSDP has to act.
     With activation checkpointing a graph is a block: blocks must not be recomputed all at once.
     """
+    # Blocks of several kinds, each watched or not, in training or not, are more graphs of one
+    # function than torch allows by default. It would go on without compiling.
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     most = MOST_BLOCKS[layout.device.type]
     if alone and most > 1 and activations.mode == "none":
         compile_together(model, most)

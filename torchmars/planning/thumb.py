@@ -107,8 +107,10 @@ class RuleOfThumb:
         compute = flops / self.world_size / FLOPS * (1 + again / 3)
         # For each token of a block, bytes through an axis, in both passes.
         keys = model.kept_width
+        of_heads = 2 * model.heads[1] * model.head_width
+        sharing = tp if keys == of_heads else 1  # ranks of tp have latents whole
         layers = 16 * (tp - 1) / tp * width / self.speed(tp)
-        layers += 8 * (cp - 1) * keys / tp / self.speed(tp * cp)
+        layers += 8 * (cp - 1) * keys / sharing / self.speed(tp * cp)
         layers += 8 * self.rows / tp * (ep - 1) / ep / self.speed(ep)
         layers *= (1 + again / 2) * tokens * microbatches * len(model.blocks) / pp
         computed, held = self.share(config)
