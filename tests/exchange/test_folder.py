@@ -60,9 +60,6 @@ MODELS = {
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "openai": {"bias": True, "activation": "gelu_tanh"},
     "llama": LLAMA | {"tied": False, "rope_scaling_factor": 8.0},
-    "ministral": LLAMA
-    | {"window": 9, "window_blocks": "sf", "rope_scaling": "yarn", "rope_scaling_factor": 4.0}
-    | {"rope_original_len": 32},
     "smollm3": LLAMA | {"rope_blocks": "rn", "window": 9, "window_blocks": "fs"},
     "olmo3": LLAMA
     | {"window": 9, "window_blocks": "sf", "post_norms": True, "qk_norm": True}
