@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.full import FULL
-from tests.support.gradients import MODELS, check_layouts
+from tests.support.gradients import NAMES, check_layouts
 from tests.support.layouts import LAYOUTS, LAYOUTS_WITH_EXPERTS
 
 # Each technique with a model in which it has most to get wrong: GPT-2 has a tied table and fused
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_each_document_alone(cases):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_on_every_layout(name, apart):
     layouts = LAYOUTS_WITH_EXPERTS if name in ("moe", "glm", "deepseek") else LAYOUTS
     check_layouts([(name, layout) for layout in layouts], apart)

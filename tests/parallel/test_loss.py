@@ -177,7 +177,7 @@ def check_layouts(cases, compile=False):
         gradients.compare(found, layout, plain_gradients(name))
 
 
-CHUNKED = list(product(gradients.MODELS, ("FSDP 2", "TP 2", "CP 2", "PP 2 InterleavedZeroBubble")))
+CHUNKED = list(product(gradients.NAMES, ("FSDP 2", "TP 2", "CP 2", "PP 2 InterleavedZeroBubble")))
 QUICK = [("gpt2", "FSDP 2"), ("llama", "TP 2")]
 MORE = [case for case in CHUNKED if case not in QUICK]
 

@@ -43,6 +43,7 @@ MODELS = {
         dataclasses.replace(LATENT, **WIDER | DENSE, q_lora_rank=0)
     ),
 }
+NAMES = (*MODELS,)  # other files of tests add models of their own
 
 
 @cache
