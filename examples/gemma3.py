@@ -27,8 +27,9 @@ from torchmars.exchange.to_config import WRITERS, keys_of
 from torchmars.exchange.values import number, require_all, whole_number
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.llama import MLP, Llama
+from torchmars.models.llama import Attention as LlamaAttention
 from torchmars.models.model import added
-from torchmars.models.rotary import rotate, rotation, unscaled
+from torchmars.models.rotary import rotation, unscaled
 
 
 def size(n_layer, n_head, n_embd, n_inner, **more):
@@ -76,28 +77,14 @@ class Norm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
 
 
-class Attention(nn.Module):
+class Attention(LlamaAttention):
     """Llama's, with norms of its own kind and another scale."""
 
-    def __init__(self, args: Gemma3Args) -> None:
-        super().__init__()
-        self.head_width = args.head_width
-        q_width, kv_width = args.n_head * args.head_width, args.n_kv_head * args.head_width
-        self.q = nn.Linear(args.n_embd, q_width, bias=False)
-        self.k = nn.Linear(args.n_embd, kv_width, bias=False)
-        self.v = nn.Linear(args.n_embd, kv_width, bias=False)
+    def __init__(self, args: Gemma3Args, number: int) -> None:
+        super().__init__(args, number)
         self.q_norm = Norm(args.head_width, args.norm_eps)
         self.k_norm = Norm(args.head_width, args.norm_eps)
-        self.proj = nn.Linear(q_width, args.n_embd, bias=False)
         self.attend = CausalAttention(args.multipliers.attention * args.query_width**-0.5)
-
-    def forward(self, x, cos, sin, sight):
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.q, self.k, self.v)
-        )
-        q, k, v = (heads.transpose(1, 2) for heads in (self.q_norm(q), self.k_norm(k), v))
-        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, sight)
-        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class GeluMLP(MLP):
@@ -110,10 +97,10 @@ class GeluMLP(MLP):
 class Block(nn.Module):
     """Attention, then MLP, each between two norms."""
 
-    def __init__(self, args: Gemma3Args) -> None:
+    def __init__(self, args: Gemma3Args, number: int) -> None:
         super().__init__()
         self.residual = args.multipliers.residual
-        self.attn, self.mlp = Attention(args), GeluMLP(args.n_embd, args.n_inner)
+        self.attn, self.mlp = Attention(args, number), GeluMLP(args.n_embd, args.n_inner)
         self.attn_norm, self.attn_out_norm, self.mlp_norm, self.mlp_out_norm = (
             Norm(args.n_embd, args.norm_eps) for _ in range(4)
         )
@@ -135,7 +122,7 @@ class Gemma3(Llama):
         self.norm = Norm(args.n_embd, args.norm_eps)
 
     def make_block(self, number):
-        return Block(self.args)
+        return Block(self.args, number)
 
     def init_std(self, name: str) -> float | None:
         return 0.0 if "norm" in name else super().init_std(name)

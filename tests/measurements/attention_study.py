@@ -13,11 +13,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from tests.measurements.transfer_gain import SHORT
 from tests.measurements.transfer_study import parse_options, torchmars
 from tests.support.tiny import metrics
 from torchmars.comparison.statistics import mean_with_interval
 
-CONFIG = """
+CONFIG = (
+    SHORT
+    + """
 [model]
 name = "{name}"
 size = "nano"
@@ -25,24 +28,10 @@ n_layer = 4
 n_head = 4
 n_embd = 128
 n_inner = 384
-[data]
-source = "text:{text}"
-num_workers = 0
-[training]
-steps = 200
-global_batch_size = 8
-seq_len = 128
-[schedule]
-warmup_steps = 20
-[validation]
-interval = 200
-windows = 128
 [metrics]
 attention = true
-[checkpoint]
-at_end = false
-interval = 0
 """
+)
 RATES = "0.008,0.016,0.032,0.064,0.128"
 RULES = {"muon": 'name = "muon"', "mars-m": 'name = "mars-m"\ngamma = 0.1'}
 LIMIT = 20  # Kimi K2's is 100; small models pass 20 at the highest rates

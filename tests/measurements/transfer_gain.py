@@ -20,17 +20,8 @@ from torchmars.comparison.statistics import mean_with_interval
 
 Rates = dict[str, float]
 
-CONFIG = """
-[run]
-plugins = ["tests.measurements.wide_llama"]
-[model]
-name = "{model}"
-n_layer = 10
-n_head = {heads}
-n_kv_head = {heads}
-n_embd = {width}
-n_inner = {inner}
-tied = false
+# A short run on a text, whose loss is measured at its end.
+SHORT = """
 [data]
 source = "text:{text}"
 num_workers = 0
@@ -47,6 +38,21 @@ windows = 128
 at_end = false
 interval = 0
 """
+CONFIG = (
+    SHORT
+    + """
+[run]
+plugins = ["tests.measurements.wide_llama"]
+[model]
+name = "{model}"
+n_layer = 10
+n_head = {heads}
+n_kv_head = {heads}
+n_embd = {width}
+n_inner = {inner}
+tied = false
+"""
+)
 BASE, LARGE = 64, 256
 TRANSFER = "\n[transfer]\nn_head = 2\nn_kv_head = 2\nn_embd = 64\nn_inner = 192\n"
 GRID = ",".join(f"{0.001 * 2**power:g}" for power in range(1, 7))

@@ -75,7 +75,7 @@ class DecoderArgs(ModelArgs):
         """Return how many tokens one attends to in block `number`; None: all before it."""
         return None
 
-    def rope_of(self, number: int) -> str:
+    def rope_letter(self, number: int) -> str:
         """Return whether block `number` has rotary positions ("r"), unscaled ones ("u") or none."""
         return "r"
 

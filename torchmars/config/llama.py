@@ -148,7 +148,7 @@ class LlamaArgs(DecoderArgs):
         """Width of the part of a head that is rotated."""
         return round(self.head_width * self.rotary_fraction)
 
-    def rope_of(self, number: int) -> str:
+    def rope_letter(self, number: int) -> str:
         return self.rope_blocks[number % len(self.rope_blocks)]
 
     def window_of(self, number: int) -> int | None:

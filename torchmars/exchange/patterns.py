@@ -118,7 +118,7 @@ def pattern_config(kind: str, args: LlamaArgs) -> dict[str, Any]:
         )
     if kind == "smollm3":
         found["no_rope_layers"] = [
-            int(args.rope_of(number) != "n") for number in range(args.n_layer)
+            int(args.rope_letter(number) != "n") for number in range(args.n_layer)
         ]
         found["pad_token_id"] = None  # in its class 128004, which a small vocabulary lacks
     return found
@@ -127,7 +127,7 @@ def pattern_config(kind: str, args: LlamaArgs) -> dict[str, Any]:
 def check_patterns(kind: str, args: LlamaArgs) -> None:
     """Raise `UserError` for patterns that the class of a `kind` cannot have."""
     windows = [args.window_of(number) for number in range(args.n_layer)]
-    letters = [args.rope_of(number) for number in range(args.n_layer)]
+    letters = [args.rope_letter(number) for number in range(args.n_layer)]
     if args.rope_scaling_factor == 1:  # unscaled ones are as all others then
         letters = [letter.replace("u", "r") for letter in letters]
     pairs = {(window is not None, letter) for window, letter in zip(windows, letters, strict=True)}

@@ -121,7 +121,7 @@ def nested_rope(args: LlamaArgs) -> dict[str, Any]:
     plain = {"rope_type": "default", "rope_theta": args.rope_theta}
     flat = rope_config(args)
     table = flat.pop("rope_scaling", plain) | {"rope_theta": flat.pop("rope_theta")}
-    unscaled = "u" in map(args.rope_of, range(args.n_layer))
+    unscaled = "u" in map(args.rope_letter, range(args.n_layer))
     return flat | {"rope_parameters": {FULL: table, WINDOW: plain if unscaled else table}}
 
 

@@ -107,7 +107,7 @@ def dense_kind(args: LlamaArgs) -> str:
         return "olmo3"
     if args.qk_norm or args.qkv_bias:
         return "qwen3" if args.qk_norm else "qwen2"
-    if "n" in map(args.rope_of, range(args.n_layer)):
+    if "n" in map(args.rope_letter, range(args.n_layer)):
         return "smollm3"
     windows = {args.window_of(number) for number in range(args.n_layer)}
     return "ministral" if len(windows) > 1 else "llama" if windows == {None} else "mistral"

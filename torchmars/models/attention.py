@@ -54,9 +54,9 @@ class Sight(NamedTuple):
         numbers = document_numbers(starts, length)
         # In the dtype of `x`: of a boolean mask each block would make such a one of its own.
         mask = torch.zeros(len(starts), 1, length, length, dtype=x.dtype, device=x.device)
-        seen = (numbers[:, None, :, None] == numbers[:, None, None, :]).tril_()
-        mask.masked_fill_(seen.logical_not_(), -torch.inf)
-        return cls(mask, since=starts.gather(1, numbers), length=length)
+        since, places = starts.gather(1, numbers), torch.arange(length, device=x.device)
+        mask.masked_fill_(seen(since, places, places)[:, None].logical_not_(), -torch.inf)
+        return cls(mask, since=since, length=length)
 
     @classmethod
     def after_padding(cls, padding: Tensor, places: Tensor, device: torch.device) -> "Sight":
@@ -69,8 +69,8 @@ class Sight(NamedTuple):
         keys = torch.arange(int(places[-1]) + 1)
         # Padding sees itself: what sees nothing would be NaN.
         since = torch.minimum(padding[:, None], keys)
-        seen = (keys <= places[:, None]) & (keys >= since[:, places, None])
-        return cls(seen[:, None].to(device), since=since.to(device))
+        mask = seen(since[:, places], places, keys)[:, None]
+        return cls(mask.to(device), since=since.to(device))
 
     @classmethod
     def within(cls, window: int, sight: "Sight | None", x: Tensor, dropout: float) -> "Sight":
@@ -107,6 +107,14 @@ class Sight(NamedTuple):
         if self.whole is not None and count == self.length:
             return self.whole
         return bounds(self.starts, first, count)
+
+
+def seen(since: Tensor, places: Tensor, keys: Tensor) -> Tensor:
+    """Return which tokens at `keys` [keys] those at `places` [queries] see, all from `since` on.
+
+    `since` is [batch, queries], and the result [batch, queries, keys].
+    """
+    return (keys <= places[:, None]) & (keys >= since[:, :, None])
 
 
 class CausalAttention(nn.Module):
@@ -164,14 +172,15 @@ class CausalAttention(nn.Module):
             of_queries, of_keys = sight.bounds_of(keys - queries, queries), sight.bounds_of(0, keys)
             mixed = mix_documents(q, k, v, of_queries, of_keys, scale, sight.window)
         elif self.masks and sight.window is not None and sight.window < keys:
-            blocks, seen = window_blocks(q, k, v, sight.since, sight.window)
-            parts = mix_by_torch(*blocks, seen, dropout, scale).unflatten(0, (len(q), -1))
+            since = sight.since_of(keys - queries, queries)
+            blocks, mask = window_blocks(q, k, v, since, sight.window)
+            parts = mix_by_torch(*blocks, mask, dropout, scale).unflatten(0, (len(q), -1))
             mixed = parts.transpose(1, 2).flatten(2, 3)[:, :, -queries:]
         else:
-            mask = sight.mask_of(queries, keys)
-            if self.masks and mask is None and 1 < queries < keys:
-                mask = lower_right(queries, keys)
-            mixed = mix_by_torch(q, k, v, mask, dropout, scale)
+            given = sight.mask_of(queries, keys)
+            if self.masks and given is None and 1 < queries < keys:
+                given = lower_right(queries, keys)
+            mixed = mix_by_torch(q, k, v, given, dropout, scale)
         return mixed if mixed.shape[3] == width else mixed[..., :width]
 
 
@@ -196,7 +205,7 @@ def window_blocks(
     A block has `size` queries, and the keys of these and of the window before them. So no tensor
     has as many elements as queries times keys. Blocks are [batch x blocks, heads, tokens, width],
     the mask [batch x blocks, 1, size, keys of a block]. Places before the first are filled with
-    zeros, and only queries that fill see them.
+    zeros, and only queries that fill see them. `since` [batch, queries] is as `Sight.since_of`.
     """
     batch, queries, keys = len(q), q.shape[2], k.shape[2]
     size = min(max(window, LEAST_BLOCK), queries)
@@ -212,15 +221,13 @@ def window_blocks(
 
     places = torch.arange(first_query, keys, device=q.device).unflatten(0, (number, size, 1))
     of_keys = torch.arange(first_key, keys, device=q.device).unfold(0, size + window - 1, size)
-    seen = (of_keys[:, None] <= places) & (of_keys[:, None] > places - window)
-    seen = seen & ((of_keys[:, None] >= 0) | (places < 0))
-    seen = seen.expand(batch, -1, -1, -1)
+    mask = (of_keys[:, None] <= places) & (of_keys[:, None] > places - window)
+    mask = mask & ((of_keys[:, None] >= 0) | (places < 0))
+    mask = mask.expand(batch, -1, -1, -1)
     if since is not None:
-        first = F.pad(
-            since[:, max(first_query, 0) : keys], (max(-first_query, 0), 0), value=first_key
-        )
-        seen = seen & (of_keys[:, None] >= first.unflatten(1, (number, size, 1)))
-    return (blocks[0], blocks[1], blocks[2]), seen.flatten(0, 1).unsqueeze(1)
+        first = F.pad(since, (number * size - queries, 0), value=first_key)
+        mask = mask & (of_keys[:, None] >= first.unflatten(1, (number, size, 1)))
+    return (blocks[0], blocks[1], blocks[2]), mask.flatten(0, 1).unsqueeze(1)
 
 
 def here(q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:

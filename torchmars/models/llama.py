@@ -38,11 +38,12 @@ class Attention(nn.Module):
 
     def __init__(self, args: LlamaArgs, number: int) -> None:
         super().__init__()
-        self.head_width, self.rotates = args.head_width, args.rope_of(number) != "n"
+        self.head_width, self.rotates = args.head_width, args.rope_letter(number) != "n"
         q_width, kv_width = args.n_head * args.head_width, args.n_kv_head * args.head_width
         self.q = nn.Linear(args.n_embd, q_width, bias=args.qkv_bias)
         self.k = nn.Linear(args.n_embd, kv_width, bias=args.qkv_bias)
         self.v = nn.Linear(args.n_embd, kv_width, bias=args.qkv_bias)
+        self.whole_norm = args.qk_norm_whole
         self.q_norm = make_qk_norm(args, q_width)
         self.k_norm = make_qk_norm(args, kv_width)
         self.proj = nn.Linear(q_width, args.n_embd, bias=False)
@@ -53,18 +54,24 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sight: Sight | None) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
-        if isinstance(self.q_norm, WholeNorm) and isinstance(self.k_norm, WholeNorm):
-            q, k = self.q_norm(q), self.k_norm(k)
+        if self.whole_norm:
+            q, k = self.normalised(q, k)
         # By the width of a head: a rank may have some of the heads only.
         q, k, v = (part.unflatten(-1, (-1, self.head_width)) for part in (q, k, v))
-        if type(self.q_norm) is nn.RMSNorm and type(self.k_norm) is nn.RMSNorm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not self.whole_norm:
+            q, k = self.normalised(q, k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if self.rotates:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = self.attend(q, k, v, sight)
         projected: Tensor = self.proj(y.transpose(1, 2).flatten(2))
         return projected
+
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys after their norms, if there are some."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
 
 class WholeNorm(nn.RMSNorm):
@@ -192,7 +199,7 @@ class Llama(Model):
     def transform(self, x: Tensor, positions: Tensor, sight: Sight | None) -> Tensor:
         args, turns, sights = self.args, {}, {None: sight}
         for number, block in self.blocks.items():
-            window, letter = args.window_of(int(number)), args.rope_of(int(number))
+            window, letter = args.window_of(int(number)), args.rope_letter(int(number))
             if window is not None and window >= self.seq_len:
                 window = None
             if letter not in turns:  # all blocks of a kind share them
