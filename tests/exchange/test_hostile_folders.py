@@ -136,7 +136,7 @@ WRONG = {
     "absurd": (config(num_hidden_layers=10**12), "model.n_layer must be .* at most 1,000"),
     "absurd rows": (config(vocab_size=10**15), "model.vocab_size must be .* at most 10,000,000"),
     "list": (config(model_type=["llama"]), "model_type is ..llama.."),
-    "rope NaN": (rope(factor=float("nan")), "rope_scaling_factor must be at least 1, got nan"),
+    "rope NaN": (rope(factor=float("nan")), "factor of rotary positions is nan: it must be 1 or"),
     "rope factors": (
         rope(low_freq_factor=float("nan")),
         "low_freq_factor is nan: only models",
