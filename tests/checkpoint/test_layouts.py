@@ -123,3 +123,14 @@ def test_the_layout_matrix(tmp_path, settings):
 def test_dropout_goes_on_bit_for_bit(tmp_path):
     write_text(tmp_path)
     resume_each(tmp_path, [(layout, layout) for layout in EIGHT], steps=8, dropout=0.1)
+
+
+THREE = ["FSDP 2 x TP 2", "TP 2 x CP 2 Ulysses", "PP 2 x FSDP 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["windows", "OLMo 3", "DeepSeek"])
+def test_families_go_on_on_each_other(tmp_path, model):
+    write_text(tmp_path)
+    pairs = [(a, b) for a in THREE for b in THREE]
+    resume_each(tmp_path, pairs, steps=20, model=model, rule="mars-m")

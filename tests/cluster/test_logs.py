@@ -6,7 +6,8 @@ import pty
 import shutil
 from collections import deque
 
-from torchmars.cluster.logs import RankOutput
+from tests.support.commands import needs_proc
+from torchmars.cluster.logs import RankLogs, RankOutput
 from torchmars.core import console
 
 
@@ -80,3 +81,24 @@ def test_a_traceback_goes_to_the_log_alone(tmp_path, capfd):
         assert shown.count("a bar 2%\n") == 1 and shown.endswith("after it\n")
         assert [line in file.read_bytes() for line in traceback.splitlines()] == [True, True]
         assert b"[rank1]: Error\n" in file.read_bytes()
+
+
+@needs_proc
+def test_starts_keep_nothing_open_and_lose_no_line(tmp_path):
+    """A run of a month may start its ranks many times."""
+    logs = RankLogs(tmp_path / "logs", tmp_path, set(), print)
+    env = {"MASTER_ADDR": "n", "MASTER_PORT": "1", "GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
+    env |= {"TORCHELASTIC_RUN_ID": "a"}
+    opened = []
+    for start in range(4):
+        own = {"TORCHELASTIC_RESTART_COUNT": str(start)}
+        places = logs.reify({rank: env | own | {"RANK": str(rank)} for rank in range(2)})
+        for rank in range(2):
+            with open(places.stdouts[rank], "w") as stream:
+                stream.write(f"start {start}")  # a rank that is killed ends no line
+        opened.append(len(os.listdir("/proc/self/fd")))
+    logs.close()
+    assert len({*opened}) == 1 and len(os.listdir("/proc/self/fd")) < opened[0]
+    for rank in range(2):
+        lines = logs.file(rank).read_text().splitlines()
+        assert [line[-7:] for line in lines] == [f"start {start}" for start in range(4)]

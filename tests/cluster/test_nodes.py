@@ -160,6 +160,7 @@ if "RANK" in os.environ:
 """
 
 
+@FULL
 @needs_proc
 def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
     config, tmp_path, endpoint

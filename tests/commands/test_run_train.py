@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.commands import ROOT, SECONDS, Command, finish, finish_run, run_command
 from tests.support.damage import flip
+from tests.support.full import FULL
 from tests.support.tiny import tiny_tables, train
 from torchmars.checkpoint import manifest as manifests
 
@@ -39,6 +40,12 @@ def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
     )
     assert out.count("step 4/4 | loss") == 1  # one rank speaks
     assert "Warning" not in err and "Traceback" not in err
+
+
+@FULL
+def test_its_resolved_config_goes_on_and_each_rank_has_a_log(config, tmp_path):
+    code, _, err = finish(config)
+    assert code == 0, err
     resolved = tmp_path / "runs" / "tiny" / "config.toml"
     code, out, _ = finish_run(resolved)  # the resolved config describes the same run
     assert code == 0 and "complete  all 4 steps are done" in out

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from tests.support.commands import ROOT, Command, run_command
+from tests.support.full import FULL
 from tests.support.store import BUCKET, SECRETS, s3_server
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.checkpoint.folder import checkpoints, step_of
@@ -85,6 +86,7 @@ def test_commands_read_a_store(tables, tmp_path):
     assert "complete" in said("runs", run)
 
 
+@FULL
 def test_a_new_run_starts_from_a_store_and_prune_deletes_there(tables, tmp_path):
     write_text(tmp_path)
     own = {"init_from": str(FOLDER), "folder": f"s3://{BUCKET}/next", "interval": 2}

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.commands import ROOT, Command, kill, ranks_of
 from tests.support.expert_losses import LOSSES, MODELS
+from tests.support.full import FULL
 from tests.support.layout_losses import RULES
 from tests.support.same_end import check_same_end, tables_of
 from tests.support.tiny import run_folder_of, write_config, write_text
@@ -149,6 +150,7 @@ def campaign(folder, kills, steps, ranks=2, **overrides):
     return inside
 
 
+@FULL
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to find ranks")
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path):
     assert campaign(tmp_path, kills=2, steps=24) >= 1
@@ -169,14 +171,17 @@ def test_a_hundred_kills(tmp_path):
         (4, {"parallelism": {"cp": 2}, "model": {"dropout": 0.0}}),
         (2, {"training": {"ema_decay": 0.9}}),
         (2, {"optimizer": {"mode": "exact"}}),
-        (
-            4,
-            {
-                "model": MODELS["Qwen3-MoE"] | {"dropout": 0.0},
-                "training": LOSSES["Qwen3-MoE"],
-                "optimizer": RULES["mars-m"],
-                "parallelism": {"ep": 2},
-            },
+        *(
+            (
+                4,
+                {
+                    "model": MODELS[model] | {"dropout": 0.0},
+                    "training": LOSSES[model],
+                    "optimizer": RULES["mars-m"],
+                    "parallelism": {"ep": 2},
+                },
+            )
+            for model in ("Qwen3-MoE", "DeepSeek")
         ),
     ],
     ids=[
@@ -185,6 +190,7 @@ def test_a_hundred_kills(tmp_path):
         "a moving average",
         "exact mode",
         "experts over ranks",
+        "experts of latent attention",
     ],
 )
 def test_ten_kills(tmp_path, ranks, overrides):

@@ -8,6 +8,7 @@ import types
 import pytest
 
 import torchmars
+from tests.support.full import full_but
 from tests.support.tiny import metrics, tiny_config, tiny_tables, write_text
 from torchmars.config import MetricsConfig
 from torchmars.config.load import config_from_tables
@@ -160,7 +161,7 @@ class Server:
             pass
 
 
-@pytest.fixture(params=["online", "offline"])
+@pytest.fixture(params=full_but(["online"], ["online", "offline"]))
 def server(request, alone, monkeypatch):
     """W&B's server, for runs in the folder of `alone` with a text."""
     made = Server(request.param == "online")

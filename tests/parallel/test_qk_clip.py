@@ -139,6 +139,7 @@ def tables(folder, name, steps=6, **sections):
     return tiny_tables(folder, run={"name": name}, optimizer=rule, **sections)
 
 
+@FULL
 def test_a_run_resumes_to_the_last_bit_and_agrees_on_layouts(tmp_path):
     write_text(tmp_path)
     watched = {"metrics": {"attention": True}, "schedule": {"name": "constant"}}

@@ -128,12 +128,13 @@ def test_memory_is_that_of_a_real_run(tmp_path, optimizer, training, parallelism
     check_memory(tmp_path, optimizer, training, parallelism)
 
 
+@FULL
 @needs_linux
 @pytest.mark.parametrize(
     "training",
     [
         {"dtype": "bfloat16", "global_batch_size": 4, "seq_len": 64},
-        pytest.param({"dtype": "float32", "global_batch_size": 8}, marks=FULL),
+        {"dtype": "float32", "global_batch_size": 8},
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.support.full import full_but
+from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.store import BUCKET, SECRETS, Proxy, s3_server
 from tests.support.tiny import listen_here, metrics, run_folder_of, tiny_tables, write_text
@@ -373,6 +373,7 @@ def test_a_byte_that_the_network_alters_is_read_again(tmp_path, folder, proxy, f
     assert spoiled and f"from step 4: {folder}/step-00000004" in said
 
 
+@FULL
 def test_answers_that_fail_are_asked_for_again(tmp_path, folder, proxy):
     """Some requests fail, and of some the answer ends in its middle."""
 
@@ -499,7 +500,8 @@ def test_a_store_whose_listing_lacks_what_it_has_is_none(tmp_path, folder, proxy
         storage_of(folder).take(folder, tmp_path)
 
 
-@pytest.mark.parametrize("file", full_but(["__0_0.distcp"], FILES))
+@FULL
+@pytest.mark.parametrize("file", FILES)
 def test_a_run_falls_back_from_what_is_altered_in_the_store(tmp_path, folder, proxy, file):
     """Its client refuses such an object each time, by the checksum that the store has of it."""
     tables = tables_of(tmp_path, folder)
@@ -517,7 +519,7 @@ def test_a_run_falls_back_from_what_is_altered_in_the_store(tmp_path, folder, pr
     assert list(map(step_of, checkpoints(folder))) == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]"])
+@pytest.mark.parametrize("content", full_but([b"{"], [b"", b"{", b"[1]"]))
 def test_a_damaged_lease_lapses(tmp_path, folder, monkeypatch, content):
     monkeypatch.setattr(leases, "LAPSE_SECONDS", 1.0)
     store = store_of(folder)

@@ -52,7 +52,7 @@ class RankLogs(DefaultLogsSpecs):
         self.store_file = scratch / "store"
         self.pipes = selectors.DefaultSelector()
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._pump, name="logs", daemon=True)
+        self.thread: threading.Thread | None = None
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Open the pipes of ranks with the environments `envs`; return their names.
@@ -60,7 +60,8 @@ class RankLogs(DefaultLogsSpecs):
         torchrun calls this before each start of its ranks.
         """
         places = super().reify(envs)
-        for file in (self.exit_code_file, self.store_file):  # of the start before
+        self.close()  # the start before
+        for file in (self.exit_code_file, self.store_file):
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +86,9 @@ class RankLogs(DefaultLogsSpecs):
                     self.deleted,
                 )
                 self.pipes.register(pipe, selectors.EVENT_READ, stream)
-        if not self.thread.is_alive():
-            self.thread.start()
+        self.ended.clear()
+        self.thread = threading.Thread(target=self._pump, name="logs", daemon=True)
+        self.thread.start()
         return places
 
     def file(self, rank: int) -> Path:
@@ -99,9 +101,9 @@ class RankLogs(DefaultLogsSpecs):
         return int(text) if text else None
 
     def close(self) -> None:
-        """Wait until all that was printed has been written."""
+        """Wait until all that was printed has been written, and close the pipes."""
         self.ended.set()
-        if self.thread.is_alive():
+        if self.thread is not None:
             self.thread.join()
 
     def _pump(self) -> None:
@@ -112,7 +114,9 @@ class RankLogs(DefaultLogsSpecs):
                 with contextlib.suppress(BlockingIOError):
                     key.data.write(os.read(key.fd, 2**16))
             if ended and not ready:
-                for key in self.pipes.get_map().values():
+                for key in list(self.pipes.get_map().values()):
+                    self.pipes.unregister(key.fd)
+                    os.close(key.fd)
                     key.data.close()
                 return
 
@@ -176,10 +180,13 @@ class RankOutput:
         return b"".join(shown)
 
     def close(self) -> None:
-        """Write the last line, which has no end yet."""
+        """Write the last line, which has no end yet, and close the file."""
         if self.rest:
             self._line(self.rest)
             self.rest = b""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
     def _open(self) -> None:
         with contextlib.suppress(OSError):
