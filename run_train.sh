@@ -20,9 +20,10 @@
 #                  died and the run has made no progress since the last time (default: 0)
 #   NNODES         machines (default: the job's; 1 outside of one)
 #   NODE_RANK      number of this machine, 0 for the one that RDZV_ENDPOINT names (default: found
-#                  out; in a job, its number there)
-#   RDZV_ENDPOINT  HOST:PORT of the rendezvous, HOST being one of the machines (default in a job:
-#                  its first node and a port of the job's own)
+#                  out; in a job whose RDZV_ENDPOINT is set, its number there)
+#   RDZV_ENDPOINT  HOST:PORT of the rendezvous, HOST being one of the machines, or where `torchmars
+#                  rendezvous` runs (default in a job: its first node, where the job starts that
+#                  command at a port of its own)
 #   RDZV_TOKEN     secret of the machines, the same on all, without which nobody joins them
 #                  (default: none; in a job, one that it makes)
 #   RDZV_TIMEOUT   seconds that machines and ranks wait for each other at the start (default: 45,
@@ -93,9 +94,21 @@ if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ]; then  # this is the fir
     RDZV_ENDPOINT=${RDZV_ENDPOINT%:*}:$port
     TORCHMARS_JOB_ENDPOINT=$RDZV_ENDPOINT
 fi
-srun --ntasks="${NNODES:-$SLURM_JOB_NUM_NODES}" --ntasks-per-node=1 --cpu-bind=none \
-    --kill-on-bad-exit=0 \
-    bash -c 'NODE_RANK=$SLURM_NODEID exec "$0" -m torchmars train --prepared "$@"' "$python" "$@" &
+nodes=${NNODES:-$SLURM_JOB_NUM_NODES}
+number='export NODE_RANK=$SLURM_NODEID;'
+if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ] && [ "$nodes" -gt 1 ]; then
+    # It ends with this script: the launchers, which save on a signal, have to meet until then.
+    exec {ready}< <(trap '' TERM USR1; exec "$python" -m torchmars rendezvous "$RDZV_ENDPOINT")
+    store=$!
+    trap 'kill -KILL "$store" 2>/dev/null || true' EXIT
+    if ! read -r <&"$ready"; then
+        wait "$store"  # which has said why
+        exit 1
+    fi
+    number="unset NODE_RANK;"
+fi
+srun --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \
+    bash -c "$number"' exec "$0" -m torchmars train --prepared "$@"' "$python" "$@" &
 step=$!
 SECONDS=0
 trap 'kill -USR1 "$step" || true' USR1 TERM

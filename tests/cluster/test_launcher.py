@@ -15,7 +15,7 @@ from torchmars.cluster import launcher
 from torchmars.cluster.logs import RankLogs, keep_apart
 from torchmars.commands.launch import parse_torchrun
 from torchmars.core.console import say
-from torchmars.core.errors import EXIT_STOPPED
+from torchmars.core.errors import EXIT_STOPPED, EXIT_UNCONNECTED
 
 LOST = DistNetworkError("failed to recv, got 0 bytes\nframe #0: c10::Error::Error(...)")
 
@@ -51,7 +51,7 @@ def test_a_launcher_whose_ranks_have_saved_says_what_it_has_lost(ending):
     )
     assert ending(LOST, 0) == (0, "")  # where the run is complete, the other machine is just done
     assert ending(LOST) == (
-        1,
+        EXIT_UNCONNECTED,
         "error: n1 has lost the other machines: failed to recv, got 0 bytes\n",
     )
 

@@ -275,3 +275,28 @@ def test_a_state_of_another_run_or_altered_is_not_signed():
     for stored in (other.signed(good), bytes(altered), good, checked.signed(good)[:40], b""):
         with pytest.raises(RendezvousStateError, match="not signed by"):
             checked.checked(stored)
+
+
+@pytest.mark.parametrize("found", ["ended", "just ending", "open", "none"])
+def test_machines_may_meet_again_where_a_run_has_ended_alone(found, monkeypatch):
+    """Its launchers are gone where nothing has changed after a while."""
+    checked = rendezvous.Checked(C10dRendezvousBackend(HashStore(), RUN), RUN, "a secret")
+    before = state(round=3, complete=True, closed=found != "open")
+    if found != "none":
+        checked.set_state(pickle.dumps(before))
+    wrote = checked.get_state()
+
+    def sleep(seconds):
+        assert seconds == 11
+        if found == "just ending":
+            before.last_heartbeats[node("n1", 1, 0)] = NOW
+            checked.set_state(pickle.dumps(before), wrote[1])
+
+    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
+    rendezvous.reopen(checked, 11)
+    if found == "ended":
+        assert vars(pickle.loads(checked.get_state()[0])) == vars(state(round=4))
+    elif found == "just ending":
+        assert pickle.loads(checked.get_state()[0]).closed
+    else:
+        assert checked.get_state() == wrote

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 import tomli_w
 from hypothesis import strategies as st
@@ -178,7 +179,9 @@ def job(place):
     (place / "bin").mkdir()
     for name in ("scontrol", "srun"):
         command = place / "bin" / name
-        command.write_text(f'#!/bin/sh\necho {name} $RDZV_ENDPOINT "$@" >> called\necho n1\n')
+        command.write_text(
+            f'#!/bin/sh\necho {name} $RDZV_ENDPOINT "$@" >> called\necho localhost\n'
+        )
         command.chmod(0o755)
     path = (
         f"{place / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -211,8 +214,20 @@ def test_a_job_starts_a_launcher_on_each_node(place, job):
     code, _, err = finish(place / "tiny.toml", "--training.steps", "2", **job)
     called = (place / "called").read_text()
     assert code == 0, err
-    assert "srun n1:20007 --ntasks=2 --ntasks-per-node=1" in called and "requeue" not in called
-    assert f'--prepared "$@" python {place / "tiny.toml"} --training.steps 2\n' in called
+    found = re.search(r"srun (localhost:2\d{4}) --ntasks=2 --ntasks-per-node=1 .*\n", called)
+    assert found and "requeue" not in called
+    assert f'--prepared "$@" python {place / "tiny.toml"} --training.steps 2\n' in found[0]
+    # The store of the job has ended with its script.
+    commands = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
+    assert not any(found[1] in command for command in commands)
+
+
+def test_a_job_of_one_node_or_with_an_endpoint_of_its_own_has_no_store(place, job):
+    for own in ({"SLURM_JOB_NUM_NODES": "1"}, {"RDZV_ENDPOINT": "nowhere:1"}):
+        (place / "called").unlink(missing_ok=True)
+        code, _, err = finish(place / "tiny.toml", "--training.steps", "2", **job | own)
+        assert code == 0, err
+        assert "export NODE_RANK=$SLURM_NODEID; exec" in (place / "called").read_text()
 
 
 @pytest.mark.parametrize("command", ["train", "rank"])

@@ -49,6 +49,7 @@ MODULES = {
             "import",
             "checkpoint",
             "launch",
+            "rendezvous",
         )
     },
 }

@@ -62,14 +62,18 @@ def free_endpoint():
 
 
 def machine(tables, name, endpoint, number, stand=NEVER):
-    """Start a launcher with one rank of the run of `tables`, as if it were a machine."""
+    """Start a launcher with one rank of the run of `tables`, as if it were a machine.
+
+    `number` is its NODE_RANK; None where `torchmars rendezvous` runs at the endpoint.
+    """
     folder = Path(tables["run"]["folder"]).parent
     file, program = folder / "run.toml", folder / "standing.py"
     write_config(config_from_tables(tables, "in a test"), file)
     program.write_text(STANDING)
     options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=fencing"]
     options += [f"--rdzv-endpoint={endpoint}", "--rdzv-conf=join_timeout=300", str(program)]
-    variables = {"SLURMD_NODENAME": name, "NODE_RANK": number, "RDZV_TIMEOUT": "300"}
+    variables = {"SLURMD_NODENAME": name, "RDZV_TIMEOUT": "300"}
+    variables |= {} if number is None else {"NODE_RANK": number}
     log = (folder / f"{name}.log").open("w")
     return Command(
         "launch",

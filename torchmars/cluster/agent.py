@@ -1,14 +1,17 @@
 """torchrun's agent of one machine, which starts the ranks again after one has died."""
 
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
 
 from torchmars.cluster.failures import Failure, failure_of, first_here, hang_of
 from torchmars.cluster.hangs import hang_report, was_blocked
@@ -63,6 +66,13 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **options)
         self.restarting = restarting
         self.failures: Mapping[int, ProcessFailure] = {}
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        try:
+            return super()._invoke_run(role)
+        except (RendezvousError, DistError):
+            self._shutdown(signal.SIGKILL)  # those who meet may go on: nothing is published here
+            raise
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)

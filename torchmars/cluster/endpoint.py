@@ -1,6 +1,7 @@
 """The endpoint of the rendezvous, and the address of this machine that others connect to."""
 
 import contextlib
+import ipaddress
 import os
 import socket
 import time
@@ -24,32 +25,70 @@ def find_endpoint(endpoint: str) -> tuple[str, bool | None, str | None]:
     """
     name, remedy = endpoint_in_words(endpoint)
     host, port = split_endpoint(endpoint, name.partition(" = ")[0])
-    try:
-        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise UserError(
-            f"{name}: {process.node()} does not know {host} ({error.strerror}): {remedy}"
-        ) from None
+    address = address_of(host, name, remedy)
     number, here = process.node_rank(), can_listen(address, 0)
     if number == 0 and not here:
         raise UserError(
             f"{name}: {host} is not {process.node()}, which is machine number 0: {remedy}"
         )
-    if number == 0 and not can_listen("", port):
-        # A job that starts again finds another port, or the program gone that has this one.
-        raise (NotMet if in_batch_job(os.environ) else UserError)(
-            f"{name}: port {port} of {process.node()} is taken: choose another one"
-        )
-    if not (here if number is None else number == 0):
+    free = can_listen("", port)
+    if number == 0 and not free:
+        raise taken(name, port)
+    is_host = here and free if number is None else number == 0
+    if not is_host:
         wait_for_host(name, host, port)
     local = local_address(address, port)
     if local is not None and (interface := interface_of(local)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if number is None and here:
-        # There may be two launchers on this machine. The first one becomes the host, which
+    if number is None and is_host:
+        # Two launchers may start on this machine at once. The first one becomes the host, which
         # torchrun finds out by itself for an address that it knows to be local.
         return f"localhost:{port}", None, local
-    return endpoint, number == 0, local
+    return endpoint, is_host, local
+
+
+def listen(endpoint: str, has_secret: bool) -> socket.socket:
+    """Return a socket that listens at `endpoint`, HOST:PORT, of this machine, and nowhere else.
+
+    A HOST that is this machine's own name may stand for a loopback address here, and for another
+    one elsewhere: then it listens at all addresses. Raises `UserError` where it cannot listen, or
+    others could reach it and there is no secret; `NotMet` in a job whose port is taken.
+    """
+    host, port = split_endpoint(endpoint, "ENDPOINT")
+    name = f"the rendezvous {endpoint}"
+    address = address_of(host, name, "name an address of this machine")
+    private = ipaddress.ip_address(address).is_loopback
+    if private and host not in (address, "localhost"):
+        address, private = "", False
+    if not (private or has_secret):
+        raise UserError(
+            f"whoever reaches {endpoint} could join the runs that meet there: set RDZV_TOKEN to "
+            "the secret of their launchers"
+        )
+    if not can_listen(address, 0):
+        raise UserError(f"{name}: {host} is not {process.node()}: name an address of this machine")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=4096)
+    except OSError:
+        raise taken(name, port) from None
+
+
+def address_of(host: str, name: str, remedy: str) -> str:
+    """Return the address of `host`. Raises `UserError` with the `name` that users know it by."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(
+            f"{name}: {process.node()} does not know {host} ({error.strerror}): {remedy}"
+        ) from None
+
+
+def taken(name: str, port: int) -> UserError:
+    """Return the error of a port of this machine at which another program listens."""
+    # A job that starts again finds another port, or the program gone that has this one.
+    kind = NotMet if in_batch_job(os.environ) else UserError
+    return kind(f"{name}: port {port} of {process.node()} is taken: choose another one")
 
 
 def endpoint_in_words(endpoint: str) -> tuple[str, str]:

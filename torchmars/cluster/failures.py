@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torchmars.cluster import process
 from torchmars.cluster.logs import RankLogs
 from torchmars.core.device import COLLECTIVES
-from torchmars.core.errors import EXIT_HUNG
+from torchmars.core.errors import EXIT_HUNG, EXIT_UNCONNECTED
 from torchmars.core.files import write_durably
 
 # How long to wait for the report of the machine whose rank failed first. torchrun gives that
@@ -89,10 +89,10 @@ def hang_of(rank: int, ended: ProcessFailure, report: str) -> Failure:
     return Failure(process.node(), rank, EXIT_HUNG, float(ended.timestamp), report, Kind.SYMPTOM)
 
 
-def lost_machines(reason: str, code: int = 1) -> Failure:
+def lost_machines(reason: str) -> Failure:
     """Return the failure of a machine that has only lost the others."""
     text = f"error: {process.node()} has lost the other machines: {reason}"
-    return Failure(process.node(), -1, code, time.time(), text, Kind.FALLOUT)
+    return Failure(process.node(), -1, EXIT_UNCONNECTED, time.time(), text, Kind.FALLOUT)
 
 
 def first_here(ours: list[Failure]) -> Failure:

@@ -92,7 +92,7 @@ def launch(
         refused = isinstance(error, RendezvousStateError)
         if not logs.launch and isinstance(error, RendezvousError):
             return report_refused(args, lost) if refused else report_rendezvous(args, lost)
-        failures = [lost_machines(lost, EXIT_UNCONNECTED if refused else 1)]
+        failures = [lost_machines(lost)]
     logs.close()
     exit_code = logs.exit_code()
     if exit_code is not None and all(failure.kind == Kind.FALLOUT for failure in failures):
@@ -119,9 +119,7 @@ def guarded_rendezvous(args: argparse.Namespace, secret: str | None = None) -> I
     connected = threading.Event()
 
     def connect(parameters: RendezvousParameters) -> RendezvousHandler:
-        handler = rendezvous.join(parameters, secret)
-        connected.set()
-        return handler
+        return rendezvous.join(parameters, secret, connected.set)
 
     def end_if_not_connected() -> None:
         if not connected.is_set():

@@ -8,6 +8,8 @@ import hmac
 import io
 import os
 import pickle
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -37,17 +39,39 @@ ALLOWED = {
 }
 
 
-def join(parameters: RendezvousParameters, secret: str | None) -> RendezvousHandler:
+def join(
+    parameters: RendezvousParameters, secret: str | None, connected: Callable[[], None]
+) -> RendezvousHandler:
     """Return the rendezvous at which this launcher meets the others, if there may be others.
 
-    `secret` is RDZV_TOKEN. Raises torch's `RendezvousError`.
+    `secret` is RDZV_TOKEN. `connected` is called once the store of the machines has answered.
+    Raises torch's `RendezvousError`.
     """
     parameters.backend = "c10d"
     if parameters.max_nodes == 1:
+        connected()
         store = HashStore()
         return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
     backend, shared = create_backend(parameters)
-    return create_handler(shared, Checked(backend, parameters.run_id, secret), parameters)
+    connected()
+    checked = Checked(backend, parameters.run_id, secret)
+    reopen(checked, 2 * (parameters.get_as_int("keep_alive_interval", 5) or 5) + 1)
+    return create_handler(shared, checked, parameters)
+
+
+def reopen(backend: RendezvousBackend, seconds: float) -> None:
+    """Let machines meet where a run has ended: its store may live on, apart from all machines.
+
+    The launchers of that run are gone if their state has not changed after `seconds`.
+    """
+    found = backend.get_state()
+    if found is None or not (before := StateUnpickler(io.BytesIO(found[0])).load()).closed:
+        return
+    time.sleep(seconds)
+    if backend.get_state() == found:
+        state = _RendezvousState()
+        state.round = before.round + 1  # what lies in the store under earlier ones is theirs
+        backend.set_state(pickle.dumps(state), found[1])
 
 
 class Checked(RendezvousBackend):

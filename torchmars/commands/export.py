@@ -62,18 +62,17 @@ def main() -> None:
         options = parse(Export, sys.argv[1:], "torchmars export")
         kind = options.to or ("safetensors" if options.target.suffix == ".safetensors" else "hf")
         check_target(options.target, kind, options.force)
-        from torchmars.exchange.export import export, tokenizer_problem
-        from torchmars.exchange.saved_model import open_last
+        from torchmars.exchange import export, saved_model
 
-        models = open_last(options.run, options.step, options.average, options.ema)
-        export(models, options.target, kind, options.dtype)
+        models = saved_model.open_last(options.run, options.step, options.average, options.ema)
+        export.export(models, options.target, kind, options.dtype)
         newest = models[0]
         parameters = [parameter.numel() for parameter in newest.model.parameters()]
         say(f"{options.target}: {counted(len(parameters), 'tensor')}, {sum(parameters):,} weights")
         loss = newest.manifest.validation_loss
         measured = "" if loss is None else f", validation loss {loss:.4f}"
         say(f"of {newest.folder}, step {newest.step:,}{measured}")
-        if kind == "hf" and (problem := tokenizer_problem(newest)):
+        if kind == "hf" and (problem := export.tokenizer_problem(newest)):
             say(f"warning: {problem}")
         say(f"Python: {LOADING[kind].format(target=str(options.target))}")
         following = after_folder if kind == "hf" else after_file

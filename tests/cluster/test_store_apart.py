@@ -1,0 +1,110 @@
+"""A rendezvous in a process of its own, `torchmars rendezvous`, and runs that meet there."""
+
+import re
+import signal
+import socket
+
+import psutil
+import pytest
+
+from tests.support.commands import ROOT, Command, needs_proc, run_command
+from tests.support.full import FULL
+from tests.support.machines import free_endpoint, machine, signal_all, tree_of, wait_for
+from tests.support.same_end import check_same_end, tables_of
+from tests.support.tiny import metrics, run_folder_of, write_text
+from torchmars.checkpoint.memory import shared_memory
+from torchmars.core.errors import EXIT_UNCONNECTED
+
+FAR = "10.77.77.77:29400"  # of no machine
+
+
+def start_store(endpoint):
+    """Start a rendezvous, and wait until it listens."""
+    store = Command("rendezvous", [endpoint], ROOT)
+    assert store.stdout.readline() == f"meet      at {endpoint}, until this process ends\n"
+    return store
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_listens_at_its_address_alone_until_a_signal(number):
+    with free_endpoint() as endpoint:
+        store = start_store(endpoint)
+        sockets = psutil.Process(store.pid).net_connections(kind="inet")
+        found = {each.laddr for each in sockets if each.status == psutil.CONN_LISTEN}
+        assert {f"{ip}:{port}" for ip, port in found} == {endpoint}
+        store.send_signal(number)
+        assert store.communicate() == (f"ended     by {number.name}\n", "")
+        assert store.returncode == 0
+
+
+def test_mistakes_are_a_line(monkeypatch):
+    monkeypatch.delenv("RDZV_TOKEN", raising=False)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        here = f"127.0.0.1:{other.getsockname()[1]}"
+        for endpoint, token, message in (
+            (FAR, None, f"whoever reaches {FAR} could join the runs that meet there: set RDZV_"),
+            (f"0.0.0.0:{here[10:]}", None, "whoever reaches 0.0.0.0:"),
+            (FAR, "a secret", f"the rendezvous {FAR}: 10.77.77.77 is not "),
+            (here, None, f"the rendezvous {here}: port {here[10:]} of .* is taken: choose another"),
+            ("nowhere", None, "ENDPOINT must be HOST:PORT, with a port from 1 to 65535"),
+            (here, "", "RDZV_TOKEN is empty"),
+        ):
+            if token is not None:
+                monkeypatch.setenv("RDZV_TOKEN", token)
+            code, out, err = run_command("rendezvous", [endpoint], ROOT)
+            monkeypatch.delenv("RDZV_TOKEN", raising=False)
+            assert (code, out) == (2, "") and err.count("\n") == 1, err
+            assert re.match(f"error: {message}", err), err
+
+
+def two_machines(tables, endpoint):
+    """Start two machines that meet at a store apart; wait until their run makes steps."""
+    machines = [machine(tables, name, endpoint, None) for name in ("n1", "n2")]
+    file = run_folder_of(tables) / "metrics.jsonl"
+    wait_for(lambda: file.exists() and max(metrics(tables), default=0) > 10, *machines)
+    return machines
+
+
+@needs_proc
+def test_without_it_all_machines_end_and_publish_nothing(tmp_path):
+    write_text(tmp_path)
+    tables = tables_of(tmp_path, "run", 10**6, {"checkpoint": {"interval": 10**6}})
+    with free_endpoint() as endpoint:
+        store = start_store(endpoint)
+        machines = two_machines(tables, endpoint)
+        trees = [process for each in machines for process in tree_of(each)]
+        store.kill()
+        assert [each.wait() for each in machines] == [EXIT_UNCONNECTED] * 2
+    wait_for(lambda: not any(map(psutil.pid_exists, trees)))
+    assert not list((run_folder_of(tables) / "checkpoints").glob("step-*"))
+    for name in ("n1", "n2"):
+        said = (tmp_path / f"{name}.log").read_text()
+        assert said.count("error: ") == 1 and " has lost the other machines: " in said, said
+
+
+@FULL
+@needs_proc
+@pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
+def test_the_machine_of_rank_0_is_replaced_and_the_run_goes_on_from_memory(tmp_path):
+    write_text(tmp_path)
+    steps = 300
+    changes = {"checkpoint": {"interval": 1000, "memory_interval": 1}}
+    straight, lost = (tables_of(tmp_path, name, steps, changes) for name in ("one", "other"))
+    with free_endpoint() as endpoint:
+        store = start_store(endpoint)
+        assert [each.wait() for each in two_machines(straight, endpoint)] == [0, 0]
+        machines = two_machines(lost, endpoint)
+        # Of the machines of one address, the one with the smaller process number has rank 0.
+        first, second = sorted(machines, key=lambda each: each.pid)
+        signal_all(tree_of(first), signal.SIGKILL)
+        assert second.poll() is None
+        third = machine(lost, "n3", endpoint, None)
+        assert [each.wait() for each in (second, third)] == [0, 0]
+        store.send_signal(signal.SIGTERM)
+        assert store.wait() == 0
+    said = "".join(file.read_text() for file in tmp_path.glob("n*.log"))
+    assert re.search(r"continue  from step \d+: the copy in memory", said), said
+    check_same_end(straight, lost, ranks=2, lines=steps + steps // 50)
