@@ -28,6 +28,9 @@
 #                  (default: none; in a job, one that it makes)
 #   RDZV_TIMEOUT   seconds that machines and ranks wait for each other at the start (default: 45,
 #                  and half a second for each rank, but at most 600)
+#   LOST_SECONDS   seconds of silence after which a machine is lost: the others stop their ranks and
+#                  wait RDZV_TIMEOUT for it, or another one in its place (default: 8 up to 32
+#                  machines, then 2 + 3 x machines / 16; 0: never)
 #
 # Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and end it. The same command resumes, and a SLURM
 # job puts itself back into the queue. Exit codes: 0 complete; 2 a mistake in the config or the

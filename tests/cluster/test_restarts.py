@@ -8,6 +8,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from torchmars.cluster import agent as agents
+from torchmars.cluster import membership
 from torchmars.cluster.agent import Restarts
 
 MOST = 2
@@ -17,9 +18,34 @@ def killed(rank):
     return ProcessFailure(rank, 4711, -signal.SIGKILL, "no error file")
 
 
-def restarts(tmp_path, steps, recorded):
+def cut_off(rank):
+    """A rank that has lost its connection to one that died."""
+    failure = ProcessFailure(rank, 4711, 1, "no error file")
+    error = "RuntimeError: Connection closed by peer"
+    failure.message = {"message": error, "extraInfo": {"py_callstack": error, "timestamp": "0"}}
+    return failure
+
+
+class Meeting(membership.Membership):
+    """Other machines, which end where one of their own ranks has failed for the last time."""
+
+    def __init__(self, others_end):
+        self.others_end, self.closed = others_end, False
+
+    def ends(self):
+        return self.others_end
+
+    def change(self):
+        return "n2 is silent"
+
+    def set_closed(self):
+        self.closed = True
+
+
+def restarts(tmp_path, steps, recorded, machines=1):
     """What is told of restarts, before which the run had reported `steps`."""
-    logs = SimpleNamespace(last={0: ["step 7"], 1: ["step 7"]}, ranks=2)
+    last = {0: ["step 7"], 1: ["step 7"]}
+    logs = SimpleNamespace(last=last, ranks=2, machines=machines)
     reached = iter(steps)
     return Restarts(logs, tmp_path, 0.0, recorded.append, lambda: next(reached))
 
@@ -28,8 +54,8 @@ def test_a_restart_is_told_and_recorded(tmp_path, capsys):
     recorded = []
     restarting = restarts(tmp_path, [7, 7, 8], recorded)
     assert [restarting.progressed() for _ in range(3)] == [True, False, True]
-    restarting.tell({1: killed(1)}, 3)
-    restarting.tell({}, 0)
+    restarting.tell(restarting.failures({1: killed(1)}), "", 3)
+    restarting.tell([], "those of another machine do", 0)
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("warning: all ranks start again, since rank 1 on ")
     assert "SIGKILL" in first and first.endswith("do so 3 more times without progress")
@@ -40,14 +66,17 @@ def test_a_restart_is_told_and_recorded(tmp_path, capsys):
     assert [failure.rank for failure in recorded] == [1]
 
 
-def starts_of(tmp_path, steps):
-    """How often an agent starts ranks that always die, after having reported `steps` steps."""
+def starts_of(tmp_path, steps, ended=killed, meeting=None):
+    """How often an agent starts ranks that always die, after having reported `steps` steps.
+
+    As torch reports that one has `ended`, where this machine is `meeting` others.
+    """
     started = []
 
     class Dying(LocalElasticAgent):
         def __init__(self, most):
             spec = SimpleNamespace(
-                max_restarts=most, monitor_interval=0, rdzv_handler=None, role=""
+                max_restarts=most, monitor_interval=0, rdzv_handler=meeting, role=""
             )
             spec.get_entrypoint_name = str
             self._worker_group = SimpleNamespace(spec=spec, state=WorkerState.HEALTHY)
@@ -58,11 +87,14 @@ def starts_of(tmp_path, steps):
 
         def _stop_workers(self, group): ...
 
+        def _shutdown(self, death_sig): ...
+
         def _monitor_workers(self, group):
-            return RunResult(WorkerState.FAILED, failures={0: killed(0)})
+            return RunResult(WorkerState.FAILED, failures={0: ended(0)})
 
     # What is tested is the class between torch's agent and these stubs.
-    dying = type("Agent", (agents.Agent, Dying), {})(MOST, restarting=restarts(tmp_path, steps, []))
+    restarting = restarts(tmp_path, steps, [], machines=2 if meeting else 1)
+    dying = type("Agent", (agents.Agent, Dying), {})(MOST, restarting=restarting)
     assert dying._invoke_run().is_failed()
     return len(started)
 
@@ -71,3 +103,19 @@ def test_only_restarts_without_progress_are_counted(tmp_path):
     assert starts_of(tmp_path, [0] * 9) == 1 + MOST
     assert starts_of(tmp_path, [5, 5, 5]) == 1 + MOST
     assert starts_of(tmp_path, [5, 6, 7, 7, 8, 8, 8]) == 7
+
+
+def test_failures_that_follow_from_those_of_others_are_not_counted_as_long_as_they_meet(tmp_path):
+    none, few = [0] * 99, [5, 6, 7, 7, 7, 7, 7, 7, 7]
+    assert starts_of(tmp_path, none, cut_off, Meeting(False)) == 1 + agents.FALLOUTS + MOST
+    assert starts_of(tmp_path, few, cut_off, Meeting(False)) == 3 + agents.FALLOUTS + MOST
+    assert starts_of(tmp_path, few, cut_off, Meeting(True)) == 1
+
+
+def test_the_others_are_told_at_once_that_a_machine_gives_up(tmp_path):
+    meeting = Meeting(False)
+    assert starts_of(tmp_path, [0] * 9, killed, meeting) == 1 + MOST
+    assert meeting.closed
+    meeting = Meeting(False)
+    starts_of(tmp_path, [0] * 99, cut_off, meeting)
+    assert not meeting.closed

@@ -60,9 +60,9 @@ def test_mistakes_are_a_line(monkeypatch):
             assert re.match(f"error: {message}", err), err
 
 
-def two_machines(tables, endpoint):
+def two_machines(tables, endpoint, **options):
     """Start two machines that meet at a store apart; wait until their run makes steps."""
-    machines = [machine(tables, name, endpoint, None) for name in ("n1", "n2")]
+    machines = [machine(tables, name, endpoint, None, **options) for name in ("n1", "n2")]
     file = run_folder_of(tables) / "metrics.jsonl"
     wait_for(lambda: file.exists() and max(metrics(tables), default=0) > 10, *machines)
     return machines
@@ -87,8 +87,29 @@ def test_without_it_all_machines_end_and_publish_nothing(tmp_path):
 
 @FULL
 @needs_proc
+def test_a_machine_that_is_silent_is_waited_for_and_named(tmp_path):
+    """It stops as when the power fails: no connection is closed."""
+    write_text(tmp_path)
+    tables = tables_of(tmp_path, "run", 10**6, {"checkpoint": {"interval": 10**6}})
+    with free_endpoint() as endpoint:
+        store = start_store(endpoint)
+        first, second = two_machines(tables, endpoint, join_seconds=20)
+        tree = tree_of(second)
+        signal_all(tree, signal.SIGSTOP)
+        code = first.wait()
+        signal_all(tree, signal.SIGKILL)
+        store.kill()
+    said = (tmp_path / "n1.log").read_text()
+    assert code == EXIT_UNCONNECTED and "since n2 is silent" in said, said
+    error = "error: n1 has lost the other machines: n2 did not come back in 20 s, nor another"
+    assert said.splitlines()[-1].startswith(error), said
+
+
+@FULL
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
-def test_the_machine_of_rank_0_is_replaced_and_the_run_goes_on_from_memory(tmp_path):
+def test_the_machine_of_rank_0_is_replaced_and_the_run_goes_on_from_memory(tmp_path, number):
     write_text(tmp_path)
     steps = 300
     changes = {"checkpoint": {"interval": 1000, "memory_interval": 1}}
@@ -99,10 +120,11 @@ def test_the_machine_of_rank_0_is_replaced_and_the_run_goes_on_from_memory(tmp_p
         machines = two_machines(lost, endpoint)
         # Of the machines of one address, the one with the smaller process number has rank 0.
         first, second = sorted(machines, key=lambda each: each.pid)
-        signal_all(tree_of(first), signal.SIGKILL)
-        assert second.poll() is None
+        tree = tree_of(first)
+        signal_all(tree, number)
         third = machine(lost, "n3", endpoint, None)
         assert [each.wait() for each in (second, third)] == [0, 0]
+        signal_all(tree, signal.SIGKILL)
         store.send_signal(signal.SIGTERM)
         assert store.wait() == 0
     said = "".join(file.read_text() for file in tmp_path.glob("n*.log"))

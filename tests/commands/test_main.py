@@ -26,6 +26,7 @@ NAMES = {
     "plot",
     "prepare",
     "presets",
+    "rendezvous",
     "report",
     "runs",
     "train",

@@ -64,6 +64,7 @@ NONSENSE = {
     "NODE_RANK": ["-1"],
     "MAX_RESTARTS": ["\x1b[0m"],
     "RDZV_TIMEOUT": ["inf", "45 s"],
+    "LOST_SECONDS": ["-1", "7"],
     "RDZV_ENDPOINT": ["29400"],
     "RDZV_TOKEN": [""],
     "LOG_RANK": ["0,"],

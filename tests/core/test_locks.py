@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.full import FULL
+from torchmars.cluster.process import ROUND
 from torchmars.core import locks
 from torchmars.core.errors import UserError
 from torchmars.core.locks import lock
@@ -77,8 +78,12 @@ except ownership.LostOwnership as error:
 
 
 @pytest.fixture
-def runs(tmp_path):
-    """A process that trains in `tmp_path` until it gets a line, and then says what it lost."""
+def runs(tmp_path, monkeypatch):
+    """A process that trains in `tmp_path` until it gets a line, and then says what it lost.
+
+    Its machine met others in round 2 of the meeting "a".
+    """
+    monkeypatch.setenv(ROUND, "a:2")
     process = started(RUNS, tmp_path)
     assert process.stdout.readline() == "locked\n"
     yield process
@@ -129,6 +134,24 @@ def test_a_process_that_works_keeps_its_run(tmp_path, monkeypatch, runs):
     ):
         FileOwnership(file, "training")
     assert runs.communicate("\n") == ("", None)
+
+
+def test_a_later_round_of_its_machines_takes_its_run_at_once(tmp_path, monkeypatch, runs, capsys):
+    monkeypatch.setenv(ROUND, "a:3")
+    monkeypatch.setattr(locks, "PATIENCE", 10**6)
+    taken = FileOwnership(tmp_path / "lock", "training")
+    assert f"process {runs.pid} on" in capsys.readouterr().err
+    told, _ = runs.communicate("\n")
+    assert told.startswith(f"{tmp_path}/lock was taken by process {os.getpid()} on ")
+    taken.check()
+
+
+@pytest.mark.parametrize("own", ["a:2", "a:1", "b:3", "", "a:x", "a", ":3"])
+def test_no_other_process_takes_it_at_once(tmp_path, monkeypatch, runs, own):
+    monkeypatch.setenv(ROUND, own)
+    monkeypatch.setattr(locks, "PATIENCE", 0.3)
+    with pytest.raises(UserError, match=f"stop it first .process {runs.pid} on"):
+        FileOwnership(tmp_path / "lock", "training")
 
 
 def test_a_folder_that_was_deleted_is_no_lost_lock(tmp_path):

@@ -21,6 +21,7 @@ import os
 import time
 from pathlib import Path
 
+from torchmars.checkpoint.retention import Retention
 from torchmars.checkpoint.saver import Saver
 from torchmars.core import locks
 from torchmars.storage import ownership
@@ -29,7 +30,8 @@ from torchmars.train import main
 
 locks.PATIENCE, ownership.RENEW_SECONDS = 10.0, 1.0
 place, number, marker = os.environ["STAND"].split(",")
-owner, calls = Journal if place == "write" else Saver, 0
+[owner] = [each for each in (Journal, Retention, Saver) if place in vars(each)]
+calls = 0
 original = getattr(owner, place)
 
 
@@ -61,7 +63,7 @@ def free_endpoint():
         yield f"127.0.0.1:{opened.getsockname()[1]}"
 
 
-def machine(tables, name, endpoint, number, stand=NEVER):
+def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300):
     """Start a launcher with one rank of the run of `tables`, as if it were a machine.
 
     `number` is its NODE_RANK; None where `torchmars rendezvous` runs at the endpoint.
@@ -71,7 +73,11 @@ def machine(tables, name, endpoint, number, stand=NEVER):
     write_config(config_from_tables(tables, "in a test"), file)
     program.write_text(STANDING)
     options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=fencing"]
-    options += [f"--rdzv-endpoint={endpoint}", "--rdzv-conf=join_timeout=300", str(program)]
+    options += [
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-conf=join_timeout={join_seconds}",
+        str(program),
+    ]
     variables = {"SLURMD_NODENAME": name, "RDZV_TIMEOUT": "300"}
     variables |= {} if number is None else {"NODE_RANK": number}
     log = (folder / f"{name}.log").open("w")

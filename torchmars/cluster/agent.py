@@ -11,13 +11,20 @@ from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+)
 
-from torchmars.cluster.failures import Failure, failure_of, first_here, hang_of
+from torchmars.cluster.failures import Failure, Kind, failure_of, first_here, hang_of
 from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs
+from torchmars.cluster.membership import Membership
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_HUNG
+
+FALLOUTS = 3  # restarts in a row that others cause, without progress
 
 
 @dataclass
@@ -35,19 +42,21 @@ class Restarts:
     furthest: int = 0
     """The last step that was reported when a rank died, of all times."""
 
+    def failures(self, ended: Mapping[int, ProcessFailure]) -> list[Failure]:
+        """Return the failures of the ranks of this machine that `ended` so."""
+        return failures_of(ended, self.logs, self.hang, self.hang_seconds)
+
     def progressed(self) -> bool:
         """Return whether the run got further than at any failure before."""
         before, self.furthest = self.furthest, max(self.furthest, self.reached())
         return self.furthest > before
 
-    def tell(self, ended: Mapping[int, ProcessFailure], left: int) -> None:
-        """Say why all ranks restart: `ended` are the ranks of this machine that died, if any.
+    def tell(self, failures: list[Failure], why: str, left: int) -> None:
+        """Say why all ranks restart: by failures of ranks of this machine, or by another one.
 
         They may do so `left` more times without progress.
         """
-        failures = failures_of(ended, self.logs, self.hang, self.hang_seconds)
-        why = "those of another machine do"
-        if failures:
+        if failures and not of_others(failures, self.logs.machines):
             first = first_here(failures)
             self.record(first)
             why = f"rank {first.rank} on {first.node} failed ({first.line})"
@@ -59,13 +68,25 @@ class Agent(LocalElasticAgent):
     """An agent whose count of restarts starts again whenever the run has made progress.
 
     A run of a month may lose many machines. One that dies at the same step each time may not start
-    again without end. Overrides private methods of torch 2.11 to 2.13.
+    again without end. Restarts that failures on other machines cause do not count, as long as there
+    is progress. Overrides private methods of torch 2.11 to 2.13.
     """
 
     def __init__(self, *args: Any, restarting: Restarts, **options: Any) -> None:
         super().__init__(*args, **options)
         self.restarting = restarting
-        self.failures: Mapping[int, ProcessFailure] = {}
+        self.failures: list[Failure] = []
+        self.fallouts = FALLOUTS
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Start the ranks, and wait for their end.
+
+        Raises `RendezvousGracefulExitError` where the run has ended on other machines.
+        """
+        result = super().run(role)
+        if result is None:  # torch's launcher does not expect that
+            raise RendezvousGracefulExitError
+        return result
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         try:
@@ -76,9 +97,20 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        self.failures = result.failures
+        self.failures = self.restarting.failures(result.failures)
         if self.failures and self.restarting.progressed():
             self._remaining_restarts = worker_group.spec.max_restarts
+            self.fallouts = FALLOUTS
+        meeting = worker_group.spec.rdzv_handler
+        if self.failures and isinstance(meeting, Membership):
+            if not of_others(self.failures, self.restarting.logs.machines):
+                if not self._remaining_restarts:
+                    meeting.set_closed()  # the others end too, before they wait for this machine
+            elif meeting.ends():
+                self._remaining_restarts = 0
+            elif self.fallouts:
+                self.fallouts -= 1
+                self._remaining_restarts += 1
         return result
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -86,10 +118,21 @@ class Agent(LocalElasticAgent):
             super()._rendezvous(worker_group)
         except (KeyError, TypeError, ValueError) as error:  # what the machines tell each other
             raise RendezvousStateError(f"it cannot be read: {error}") from None
+        meeting = worker_group.spec.rdzv_handler
+        self.restarting.logs.round = meeting.round if isinstance(meeting, Membership) else ""
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        self.restarting.tell(self.failures, self._remaining_restarts)
+        meeting = worker_group.spec.rdzv_handler
+        why = meeting.change() if isinstance(meeting, Membership) else ""
+        self.restarting.tell(self.failures, why, self._remaining_restarts)
+        # They would save, and wait for ranks that may be lost. What they have saved is whole.
+        self._shutdown(signal.SIGKILL)
         super()._restart_workers(worker_group)
+
+
+def of_others(failures: list[Failure], machines: int) -> bool:
+    """Return whether failures of ranks of this machine follow from what happened on another one."""
+    return machines > 1 and all(failure.kind == Kind.FALLOUT for failure in failures)
 
 
 def failures_of(

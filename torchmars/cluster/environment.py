@@ -1,5 +1,6 @@
 """The environment variables that run_train.sh documents, and a job's in their place."""
 
+import math
 import os
 import re
 import tempfile
@@ -35,6 +36,8 @@ class Environment:
     RDZV_TIMEOUT: Annotated[int, Range(1, 86_400)] | None = None
     """Seconds that machines and ranks wait for each other at the start. Default: by their number.
     """
+    LOST_SECONDS: Annotated[int, Range(0, 86_400)] | None = None
+    """Seconds of silence after which a machine is lost; 0: never. Default: by their number."""
     MAX_RESTARTS: Annotated[int, Range(0, 1_000_000)] = 0
     """Times that all ranks are started again after one has died, without progress between."""
     LOG_RANK: list[Annotated[int, Range(0, 1_000)]] = field(default_factory=lambda: [0])
@@ -54,6 +57,11 @@ class Environment:
             )
         if self.RDZV_ENDPOINT is not None:
             split_endpoint(self.RDZV_ENDPOINT)
+        if self.LOST_SECONDS and self.LOST_SECONDS < (least := lost_seconds(self.NNODES)):
+            raise UserError(
+                f"LOST_SECONDS = {self.LOST_SECONDS} must be 0 or at least {least}: "
+                f"{self.NNODES} machines show every {beat_seconds(self.NNODES)} s that they live"
+            )
         if self.NODE_RANK is not None and self.NODE_RANK >= self.NNODES:
             raise UserError(
                 f"NODE_RANK = {self.NODE_RANK} must be less than {nodes} = "
@@ -77,15 +85,29 @@ class Environment:
         """Return torchrun's options for `ranks` ranks on this machine, for the run `job`."""
         endpoint = self.RDZV_ENDPOINT if self.NNODES > 1 else "localhost:0"
         seconds, shown = self.start_seconds(ranks), ",".join(map(str, self.LOG_RANK))
+        lost = "" if self.LOST_SECONDS is None else f",lost_seconds={self.LOST_SECONDS}"
         return [
             f"--nnodes={self.NNODES}",
             f"--nproc-per-node={ranks}",
             f"--rdzv-id={job}",
             f"--rdzv-endpoint={endpoint}",
-            f"--rdzv-conf=join_timeout={seconds},read_timeout={seconds}",
+            f"--rdzv-conf=join_timeout={seconds},read_timeout={seconds}{lost}",
             f"--max-restarts={self.MAX_RESTARTS}",
             f"--local-ranks-filter={shown}",
         ]
+
+
+def beat_seconds(machines: int) -> int:
+    """Return how often each of so many machines shows that it lives: all write to one place."""
+    return max(2, math.ceil(machines / 16))
+
+
+def lost_seconds(machines: int) -> int:
+    """Return after how many seconds of silence one of so many machines is lost, by default.
+
+    It is three beats, of which the last may come late.
+    """
+    return 3 * beat_seconds(machines) + 2
 
 
 def start_seconds(ranks: int) -> int:

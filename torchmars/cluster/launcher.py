@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousParameters,
     RendezvousStateError,
@@ -87,6 +88,8 @@ def launch(
         failures = failures_of(error.failures, logs, hang, hang_seconds)
     except SignalException as error:
         code, by = 128 + error.sigval, error.sigval.name
+    except RendezvousGracefulExitError:
+        say(*labelled("ended", f"on other machines: {process.node()} was not needed"))
     except (RendezvousError, DistError) as error:
         lost = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
         refused = isinstance(error, RendezvousStateError)

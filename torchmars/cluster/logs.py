@@ -47,6 +47,7 @@ class RankLogs(DefaultLogsSpecs):
         self.last: dict[int, deque[str]] = {}  # the last lines of each rank
         self.machines = self.ranks = 1
         self.launch = ""  # the same on all machines, another one at each start of the ranks
+        self.round = ""  # of the machines' meeting; empty on one machine
         # A rank that knows how the run ends writes the run's exit code here.
         self.exit_code_file = scratch / "exit-code"
         self.store_file = scratch / "store"
@@ -70,6 +71,7 @@ class RankLogs(DefaultLogsSpecs):
             rank, self.machines = int(env["RANK"]), int(env["GROUP_WORLD_SIZE"])
             self.ranks = int(env["WORLD_SIZE"])
             env[process.STORE_FILE] = str(self.store_file) if self.machines == 1 else ""
+            env[process.ROUND] = self.round
             self.last[rank] = deque(maxlen=LAST_LINES)
             outputs = ((1, 1, places.stdouts), (2, sys.stderr.fileno(), places.stderrs))
             for number, console, streams in outputs:

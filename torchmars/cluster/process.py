@@ -20,6 +20,8 @@ Number = Annotated[int, Range(0, 100_000_000)]
 Port = Annotated[int, Range(0, 65_535)]
 # The variable with the file that is the ranks' store where one launcher has started all of them.
 STORE_FILE = "TORCHMARS_STORE_FILE"
+# The variable with the round in which several machines have met, as MEETING:NUMBER.
+ROUND = "TORCHMARS_ROUND"
 
 
 def rank() -> int:

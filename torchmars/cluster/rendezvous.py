@@ -31,6 +31,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
+from torchmars.cluster.environment import lost_seconds
+from torchmars.cluster.membership import meet
+
 SIGNED = b"signed by RDZV_TOKEN "  # begins a state that is followed by its digest and itself
 DIGEST_BYTES = 32
 ALLOWED = {
@@ -55,8 +58,8 @@ def join(
     backend, shared = create_backend(parameters)
     connected()
     checked = Checked(backend, parameters.run_id, secret)
-    reopen(checked, 2 * (parameters.get_as_int("keep_alive_interval", 5) or 5) + 1)
-    return create_handler(shared, checked, parameters)
+    reopen(checked, lost_seconds(parameters.max_nodes))
+    return meet(shared, checked, parameters)
 
 
 def reopen(backend: RendezvousBackend, seconds: float) -> None:

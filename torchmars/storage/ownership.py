@@ -6,6 +6,7 @@ import secrets
 import threading
 from pathlib import Path, PurePath
 
+from torchmars.cluster import process
 from torchmars.core import locks
 from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, write_durably
@@ -79,7 +80,8 @@ def owner_of(lock: Path) -> str:
 class FileOwnership(Ownership):
     """Ownership of a folder on a disk: a lock, and the name beside it, the generation.
 
-    The lock is touched to renew it. One that is silent for `locks.PATIENCE` seconds is taken.
+    The lock is touched to renew it. One that is silent for `locks.PATIENCE` seconds is taken, and
+    one of an earlier round of the same machines at once: they have met without its process.
     """
 
     def __init__(self, file: Path, doing: str) -> None:
@@ -87,9 +89,10 @@ class FileOwnership(Ownership):
         self.file, self.generation = file, file.with_name("generation")
         self.mine: str | None = None
         """The generation of this process; None if it cannot be written."""
-        self.descriptor = locks.lock(file, doing, from_silent=True)
+        patience = 0.0 if self._is_of_earlier_round() else locks.PATIENCE
+        self.descriptor = locks.lock(file, doing, patience, from_silent=True)
         with contextlib.suppress(OSError):  # a folder that cannot be written is reported later
-            name = secrets.token_hex(8)
+            name = f"{secrets.token_hex(8)} {os.environ.get(process.ROUND, '')}"
             write_durably(self.generation, name)
             self.mine = name
         super().__init__(RENEW_SECONDS)
@@ -103,6 +106,14 @@ class FileOwnership(Ownership):
                 f"{self.file} was taken by {owner_of(self.file)}: this process was silent for too "
                 "long, and writes nothing any more"
             )
+
+    def _is_of_earlier_round(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            _, former = read_text(self.generation).split(" ")
+            meeting, number = former.split(":")
+            own_meeting, own_number = os.environ.get(process.ROUND, "").split(":")
+            return meeting == own_meeting and int(number) < int(own_number)
+        return False
 
     def _renew(self) -> None:
         os.utime(self.file)
