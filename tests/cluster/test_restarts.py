@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torchmars.cluster import agent as agents
 from torchmars.cluster import membership
 from torchmars.cluster.agent import Restarts
+from torchmars.core.errors import EXIT_MISTAKE
 
 MOST = 2
 
@@ -110,6 +111,15 @@ def test_failures_that_follow_from_those_of_others_are_not_counted_as_long_as_th
     assert starts_of(tmp_path, none, cut_off, Meeting(False)) == 1 + agents.FALLOUTS + MOST
     assert starts_of(tmp_path, few, cut_off, Meeting(False)) == 3 + agents.FALLOUTS + MOST
     assert starts_of(tmp_path, few, cut_off, Meeting(True)) == 1
+
+
+def test_a_mistake_that_one_rank_finds_is_not_tried_again(tmp_path):
+    def mistaken(rank):
+        return ProcessFailure(rank, 4711, EXIT_MISTAKE, "no error file")
+
+    meeting = Meeting(False)
+    assert starts_of(tmp_path, [1, 2, 3], mistaken) == 1
+    assert starts_of(tmp_path, [1, 2, 3], mistaken, meeting) == 1 and meeting.closed
 
 
 def test_the_others_are_told_at_once_that_a_machine_gives_up(tmp_path):

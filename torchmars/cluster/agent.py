@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -22,7 +22,7 @@ from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.membership import Membership
 from torchmars.core.console import say
-from torchmars.core.errors import EXIT_HUNG
+from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE
 
 FALLOUTS = 3  # restarts in a row that others cause, without progress
 
@@ -98,20 +98,27 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         self.failures = self.restarting.failures(result.failures)
-        if self.failures and self.restarting.progressed():
-            self._remaining_restarts = worker_group.spec.max_restarts
-            self.fallouts = FALLOUTS
-        meeting = worker_group.spec.rdzv_handler
-        if self.failures and isinstance(meeting, Membership):
-            if not of_others(self.failures, self.restarting.logs.machines):
-                if not self._remaining_restarts:
-                    meeting.set_closed()  # the others end too, before they wait for this machine
-            elif meeting.ends():
-                self._remaining_restarts = 0
-            elif self.fallouts:
-                self.fallouts -= 1
-                self._remaining_restarts += 1
+        if self.failures:
+            self._count_restarts(worker_group.spec)
         return result
+
+    def _count_restarts(self, spec: WorkerSpec) -> None:
+        """Find out how often ranks may start again, of which some on this machine have failed."""
+        if self.restarting.progressed():
+            self._remaining_restarts, self.fallouts = spec.max_restarts, FALLOUTS
+        if any(failure.code == EXIT_MISTAKE for failure in self.failures):
+            self._remaining_restarts = 0
+        meeting = spec.rdzv_handler
+        if not isinstance(meeting, Membership):
+            return
+        if not of_others(self.failures, self.restarting.logs.machines):
+            if not self._remaining_restarts:
+                meeting.set_closed()  # the others end too, before they wait for this machine
+        elif meeting.ends():
+            self._remaining_restarts = 0
+        elif self.fallouts:
+            self.fallouts -= 1
+            self._remaining_restarts += 1
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         try:
