@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,7 +111,7 @@ def another_run(folder, run):
 @pytest.fixture
 def soon(monkeypatch):
     """Nobody waits long."""
-    monkeypatch.setattr(locks, "lock", partial(locks.lock, patience=0.2))
+    monkeypatch.setattr(locks, "PATIENCE", 0.2)
     monkeypatch.setattr(locks, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(local, "RENEW_SECONDS", 0.5)
 

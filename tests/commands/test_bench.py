@@ -39,6 +39,7 @@ def config(tmp_path):
     return file
 
 
+@pytest.mark.full
 def test_two_configs_in_alternation(run, config, tmp_path):
     file = tmp_path / "results.json"
     other = f"{config} --training.seq_len 16 --parallelism.pp 2 --training.microbatch_size 8"

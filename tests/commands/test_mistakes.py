@@ -223,6 +223,7 @@ def test_a_job_starts_a_launcher_on_each_node(place, job):
     assert not any(found[1] in command for command in commands)
 
 
+@FULL
 def test_a_job_of_one_node_or_with_an_endpoint_of_its_own_has_no_store(place, job):
     for own in ({"SLURM_JOB_NUM_NODES": "1"}, {"RDZV_ENDPOINT": "nowhere:1"}):
         (place / "called").unlink(missing_ok=True)

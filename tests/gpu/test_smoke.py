@@ -11,6 +11,9 @@ from tests.gpu.test_training import trainer  # noqa: F401, likewise
 FOR_GPUS_ALONE = {
     "test_a_run_compiles_and_a_restart_finds_what_it_compiled": "tests/training/test_compile.py",
 }
+# `pytest` tests what they do elsewhere.
+SLOW = {"test_a_rank_that_hangs_leaves_the_flight_recorder"}
+SLOW |= {"test_a_run_in_bfloat16_goes_on_where_it_was_stopped"}
 
 
 def first_case(test):
@@ -25,4 +28,5 @@ def first_case(test):
 for module in (test_documents, test_optimizer, test_training):
     for name, value in list(vars(module).items()):
         if name.startswith("test_") and name not in FOR_GPUS_ALONE:
-            globals()[name] = first_case(value)
+            smoke = first_case(value)
+            globals()[name] = pytest.mark.full(smoke) if name in SLOW else smoke

@@ -103,7 +103,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("sizes,dim", full_but([LAYOUTS[3], LAYOUTS[6]], LAYOUTS))
+@pytest.mark.parametrize("sizes,dim", full_but([LAYOUTS[6]], LAYOUTS))
 def test_stacks_equal_those_of_one_process_to_the_last_bit(sizes, dim):
     runs = [(rule, {"matrix_dtype": "float32"}) for rule in [*MARS_RULES, "muon"]]
     runs.append(("mars-m", {}))

@@ -261,6 +261,7 @@ def test_a_lease_that_another_run_is_just_making_is_seen(tmp_path, folder, proxy
     assert sum(asked) == 3
 
 
+@FULL
 def test_a_copy_of_a_run_takes_no_lease(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
     store, one = store_of(folder), tmp_path / "one"
@@ -364,7 +365,8 @@ def altered(status, headers, content):
     return status, headers, content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-@pytest.mark.parametrize("file", full_but(["__0_0.distcp"], FILES))
+@FULL
+@pytest.mark.parametrize("file", FILES)
 def test_a_byte_that_the_network_alters_is_read_again(tmp_path, folder, proxy, file):
     tables = tables_of(tmp_path, folder)
     train_on(1, stopped(tables, 4))
@@ -392,6 +394,7 @@ def test_answers_that_fail_are_asked_for_again(tmp_path, folder, proxy):
     assert list(metrics(tables)) == list(range(1, 9))
 
 
+@FULL
 def test_a_save_that_a_store_refuses_is_told_and_the_run_goes_on(tmp_path, folder, proxy):
     def refuse(request, passed):
         if request.method == "PUT" and "step-00000004/__0" in request.path:
@@ -487,6 +490,7 @@ def test_a_size_that_is_not_told_is_no_size():
     assert problem("HeadObject", answer | {"headers": {"ETag": "x", "Content-Length": "0"}}) == ""
 
 
+@FULL
 def test_a_store_whose_listing_lacks_what_it_has_is_none(tmp_path, folder, proxy, monkeypatch):
     """Each store's own form of an empty listing: what a stranger answers to all."""
     from torchmars.storage import objects

@@ -92,7 +92,7 @@ class FileOwnership(Ownership):
         patience = 0.0 if self._is_of_earlier_round() else locks.PATIENCE
         self.descriptor = locks.lock(file, doing, patience, from_silent=True)
         with contextlib.suppress(OSError):  # a folder that cannot be written is reported later
-            name = f"{secrets.token_hex(8)} {os.environ.get(process.ROUND, '')}"
+            name = f"{secrets.token_hex(8)} {os.environ.get(process.ROUND, '')}".strip()
             write_durably(self.generation, name)
             self.mine = name
         super().__init__(RENEW_SECONDS)
