@@ -19,8 +19,8 @@
 #   MAX_RESTARTS   times that all ranks are started again, from the newest checkpoint, after one has
 #                  died and the run has made no progress since the last time (default: 0)
 #   NNODES         machines (default: the job's; 1 outside of one)
-#   NODE_RANK      number of this machine, 0 for the one that RDZV_ENDPOINT names (default: found
-#                  out; in a job whose RDZV_ENDPOINT is set, its number there)
+#   NODE_RANK      number of this machine, 0 for the one that RDZV_ENDPOINT names (default, and in
+#                  a job: found out)
 #   RDZV_ENDPOINT  HOST:PORT of the rendezvous, HOST being one of the machines, or where `torchmars
 #                  rendezvous` runs (default in a job: its first node, where the job starts that
 #                  command at a port of its own)
@@ -34,7 +34,7 @@
 #
 # Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and end it. The same command resumes, and a SLURM
 # job puts itself back into the queue. Exit codes: 0 complete; 2 a mistake in the config or the
-# data; 69 not all ranks connected in time; 70 a rank hung; 75 stopped by a signal and saved;
+# data; 69 not all ranks connected in time, or a machine was lost; 70 a rank hung; 75 stopped by a signal and saved;
 # 128 + n ended by signal n; else a crash.
 set -euo pipefail
 
@@ -98,28 +98,26 @@ if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ]; then  # this is the fir
     TORCHMARS_JOB_ENDPOINT=$RDZV_ENDPOINT
 fi
 nodes=${NNODES:-$SLURM_JOB_NUM_NODES}
-number='export NODE_RANK=$SLURM_NODEID;'
+SECONDS=0
+code=0
 if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ] && [ "$nodes" -gt 1 ]; then
     # It ends with this script: the launchers, which save on a signal, have to meet until then.
     exec {ready}< <(trap '' TERM USR1; exec "$python" -m torchmars rendezvous "$RDZV_ENDPOINT")
     store=$!
     trap 'kill -KILL "$store" 2>/dev/null || true' EXIT
-    if ! read -r <&"$ready"; then
-        wait "$store"  # which has said why
-        exit 1
-    fi
-    number="unset NODE_RANK;"
+    read -r <&"$ready" || { wait "$store" && code=1 || code=$?; }  # it has said why
 fi
-srun --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \
-    bash -c "$number"' exec "$0" -m torchmars train --prepared "$@"' "$python" "$@" &
-step=$!
-SECONDS=0
-trap 'kill -USR1 "$step" || true' USR1 TERM
-while kill -0 "$step" 2>/dev/null; do  # a signal ends a wait early
-    wait "$step" || true
-done
-code=0
-wait "$step" || code=$?  # bash keeps the code of a step that has ended before it is asked for it
+if [ "$code" -eq 0 ]; then
+    unset NODE_RANK
+    srun --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \
+        "$python" -m torchmars train --prepared "$@" &
+    step=$!
+    trap 'kill -USR1 "$step" || true' USR1 TERM
+    while kill -0 "$step" 2>/dev/null; do  # a signal ends a wait early
+        wait "$step" || true
+    done
+    wait "$step" || code=$?  # bash keeps the code of a step that ended before it is asked for it
+fi
 
 # Back into the queue, unless the run is complete or mistaken, the job was cancelled, or it has
 # failed at once twice in a row.
@@ -131,7 +129,7 @@ if [ "$state" = RUNNING ] && [ "$code" -eq 75 ]; then
 elif [ "$state" = RUNNING ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ]; then
     failed="failed at once"
     # Many ranks wait longer than that for each other before they give up (69).
-    [ "$SECONDS" -lt 300 ] || [ "$code" -eq 69 ] || failed="failed"
+    [ "$SECONDS" -lt "$([ "$code" -eq 69 ] && echo 1800 || echo 300)" ] || failed="failed"
     again=true
     if [ "$failed" = "failed at once" ] && scontrol show job "$SLURM_JOB_ID" |
             grep -q "Comment=torchmars: failed at once"; then

@@ -8,9 +8,10 @@ import pytest
 
 from tests.support.commands import ROOT
 
-# srun ends with $CODE. scontrol keeps the state of the job, with its comment, in the file `job`.
+# srun ends with $CODE, and so does the rendezvous of a job of several nodes. scontrol keeps the
+# state of the job, with its comment, in the file `job`.
 STUBS = {
-    "python": "true",
+    "python": '[ "${3-}" != rendezvous ] || exit "$CODE"',
     "srun": 'exit "$CODE"',
     "scontrol": """
 case $1 in
@@ -30,14 +31,14 @@ def end(tmp_path):
         (tmp_path / name).chmod(0o755)
     (tmp_path / "job").write_text("JobState=RUNNING\n")
 
-    def end(code, seconds=0):
+    def end(code, seconds=0, nodes=1):
         variables = {
             "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
             "CODE": str(code),
             "ENVIRONMENT": "BATCH",
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "n1",
-            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_JOB_NUM_NODES": str(nodes),
             "SLURM_SUBMIT_DIR": str(ROOT),
         }
         script = (ROOT / "run_train.sh").read_text().replace("SECONDS=0", f"SECONDS={seconds}")
@@ -61,8 +62,14 @@ def test_a_failure_at_once_comes_back_once(end, code):
     assert [end(code) for _ in range(3)] == [True, False, False]
 
 
+@pytest.mark.parametrize("code,again", [(69, True), (2, False)])
+def test_a_job_whose_machines_cannot_meet_ends_as_its_rendezvous(end, code, again):
+    assert end(code, nodes=2) == again
+
+
 def test_ranks_that_never_connect_come_back_once_however_long_they_waited(end):
     assert [end(69, seconds=400), end(69, seconds=400)] == [True, False]
+    assert [end(69, seconds=2000), end(69, seconds=2000)] == [True, True]  # a machine was lost
     assert [end(75), end(1, seconds=400), end(1, seconds=400)] == [True, True, True]
 
 
@@ -88,7 +95,7 @@ def test_a_job_from_another_folder_finds_the_clone_of_its_script(
     scripts = {
         tmp_path / "python": "exit 1",
         tmp_path / "python3": "exit 1",
-        tmp_path / "srun": 'echo "srun ${@: -2}"',
+        tmp_path / "srun": 'echo "srun ${@: -6}"',
         tmp_path / "scontrol": f"[ $2 = hostnames ] && echo n1 || echo '{said}'",
     }
     if installed:
@@ -111,7 +118,8 @@ def test_a_job_from_another_folder_finds_the_clone_of_its_script(
     if found and installed:
         assert ended.returncode == 0, ended.stderr
         assert "python -m torchmars train --prepare quickstart.toml\n" in ended.stdout
-        assert f"srun {clone}/.venv/bin/python quickstart.toml\n" in ended.stdout
+        command = f"{clone}/.venv/bin/python -m torchmars train --prepared quickstart.toml"
+        assert f"srun {command}\n" in ended.stdout
         return
     remedy = f": python3 -m venv {clone}/.venv && " if found else ": install it, or activate"
     assert ended.returncode == 2 and f"no Python here has torchmars{remedy}" in ended.stderr

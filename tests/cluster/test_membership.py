@@ -1,15 +1,18 @@
 """A machine that falls silent, and what the others do."""
 
 import pickle
+import threading
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from torchmars.cluster import membership
+from tests.support.machines import free_endpoint
+from torchmars.cluster import membership, rendezvous
 from torchmars.cluster.environment import beat_seconds, lost_seconds
 
 HOUR = timedelta(hours=1)
@@ -65,7 +68,7 @@ def test_a_machine_is_lost_once_its_beats_do_not_change(meeting):
         beat(mine._this_node)
         assert seconds < 20
     assert seconds == lost_seconds(2) + 1 <= 3 * 2 + 4
-    assert mine.change() == "n2 is silent"
+    assert mine.change() == "n2 fell silent"
     mine._state_holder.state.closed = True
     mine._state_holder.mark_dirty()
     with pytest.raises(RendezvousClosedError):
@@ -97,3 +100,64 @@ def test_seconds_by_the_number_of_machines():
     numbers = (2, 32, 33, 1000)
     assert [beat_seconds(each) for each in numbers] == [2, 2, 3, 63]
     assert [lost_seconds(each) for each in numbers] == [8, 8, 11, 191]
+
+
+def test_a_machine_whose_clock_is_set_back_goes_on_beating(meeting):
+    mine, _, clock, _ = meeting
+    backend = mine._state_holder._backend
+    found, token = backend.get_state()
+    state = pickle.loads(found)
+    state.last_heartbeats[mine._this_node] += HOUR
+    backend.set_state(pickle.dumps(state), token)
+    mine._keep_alive()
+    assert pickle.loads(backend.get_state()[0]).last_heartbeats[mine._this_node] < datetime.now(UTC)
+
+
+def test_a_machine_without_a_place_does_not_end_the_run_of_others(meeting):
+    mine, other, _, _ = meeting
+    backend = mine._state_holder._backend
+    found, token = backend.get_state()
+    state = pickle.loads(found)
+    del state.participants[mine._this_node]
+    backend.set_state(pickle.dumps(state), token)
+    mine.set_closed()
+    assert not pickle.loads(backend.get_state()[0]).closed
+    found, token = backend.get_state()
+    state = pickle.loads(found)
+    state.participants[mine._this_node] = 0
+    backend.set_state(pickle.dumps(state), token)
+    mine.set_closed()
+    assert pickle.loads(backend.get_state()[0]).closed
+
+
+def test_what_strangers_write_of_machines_is_a_line_or_ends_the_start(meeting):
+    mine, other, _, _ = meeting
+    mine._store.set(f"run/machine/{other}", "n2\nerror: \x1b[2Jdone")
+    assert "\n" not in mine._name(other) and "\x1b" not in mine._name(other)
+
+
+def test_a_machine_that_waits_at_the_store_goes_on_beating():
+    """As it does at the end, for machines whose ranks are not done yet."""
+    with free_endpoint() as endpoint:
+        host, port = endpoint.split(":")
+        server = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+        options = {"is_host": "0", "local_addr": host}
+        parameters = RendezvousParameters("c10d", endpoint, "run", 2, 2, **options)
+        mine, other = (rendezvous.join(parameters, None, lambda: None) for _ in range(2))
+        starts = [threading.Thread(target=each.next_rendezvous) for each in (mine, other)]
+        for start in starts:
+            start.start()
+        for start in starts:
+            start.join()
+        waits = threading.Thread(target=mine._store.wait, args=(["end"], HOUR), daemon=True)
+        waits.start()
+        beats, deadline = set(), time.monotonic() + 120
+        while len(beats) < 3 and time.monotonic() < deadline:
+            other.num_nodes_waiting()
+            beats.add(other._state_holder.state.last_heartbeats[mine._this_node])
+            time.sleep(0.2)
+        assert waits.is_alive() and len(beats) >= 3
+        server.set("end", "")
+        waits.join()
+        for each in (mine, other):
+            each._stop_heartbeats()

@@ -277,26 +277,28 @@ def test_a_state_of_another_run_or_altered_is_not_signed():
             checked.checked(stored)
 
 
-@pytest.mark.parametrize("found", ["ended", "just ending", "open", "none"])
+@pytest.mark.parametrize("found", ["ended", "left", "just ending", "open", "none"])
 def test_machines_may_meet_again_where_a_run_has_ended_alone(found, monkeypatch):
     """Its launchers are gone where nothing has changed after a while."""
     checked = rendezvous.Checked(C10dRendezvousBackend(HashStore(), RUN), RUN, "a secret")
-    before = state(round=3, complete=True, closed=found != "open")
+    one = node("n1", 1, 0)
+    before = state(round=3, complete=True, closed=found in ("ended", "just ending"))
+    age = timedelta(seconds=2) if found == "open" else timedelta(hours=1)
+    before.last_heartbeats = {one: datetime.now(UTC) - age}
     if found != "none":
         checked.set_state(pickle.dumps(before))
-    wrote = checked.get_state()
+    slept, wrote = [], checked.get_state()
 
     def sleep(seconds):
-        assert seconds == 11
-        if found == "just ending":
-            before.last_heartbeats[node("n1", 1, 0)] = NOW
-            checked.set_state(pickle.dumps(before), wrote[1])
+        slept.append(seconds)
+        if found == "just ending" and len(slept) < 3:
+            before.last_heartbeats[one] += timedelta(seconds=2)
+            checked.set_state(pickle.dumps(before), checked.get_state()[1])
 
     monkeypatch.setattr(rendezvous.time, "sleep", sleep)
     rendezvous.reopen(checked, 11)
-    if found == "ended":
+    assert slept == [11] * {"ended": 1, "left": 1, "just ending": 3}.get(found, 0)
+    if slept:
         assert vars(pickle.loads(checked.get_state()[0])) == vars(state(round=4))
-    elif found == "just ending":
-        assert pickle.loads(checked.get_state()[0]).closed
     else:
         assert checked.get_state() == wrote

@@ -3,9 +3,11 @@
 import signal
 from types import SimpleNamespace
 
+import pytest
 from torch.distributed.elastic.agent.server import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from torchmars.cluster import agent as agents
 from torchmars.cluster import membership
@@ -28,16 +30,16 @@ def cut_off(rank):
 
 
 class Meeting(membership.Membership):
-    """Other machines, which end where one of their own ranks has failed for the last time."""
+    """Other machines, which do one thing when ranks here have lost their connections."""
 
-    def __init__(self, others_end):
-        self.others_end, self.closed = others_end, False
+    def __init__(self, others=None):
+        self.others, self.closed = others, False
 
-    def ends(self):
-        return self.others_end
+    def others_act(self):
+        return self.others
 
     def change(self):
-        return "n2 is silent"
+        return "n2 fell silent"
 
     def set_closed(self):
         self.closed = True
@@ -67,12 +69,13 @@ def test_a_restart_is_told_and_recorded(tmp_path, capsys):
     assert [failure.rank for failure in recorded] == [1]
 
 
-def starts_of(tmp_path, steps, ended=killed, meeting=None):
+def starts_of(tmp_path, steps, ended=killed, meeting=None, started=None):
     """How often an agent starts ranks that always die, after having reported `steps` steps.
 
-    As torch reports that one has `ended`, where this machine is `meeting` others.
+    As torch reports that one has `ended`, where this machine is `meeting` others. `started` gets an
+    element each time.
     """
-    started = []
+    started = [] if started is None else started
 
     class Dying(LocalElasticAgent):
         def __init__(self, most):
@@ -106,26 +109,30 @@ def test_only_restarts_without_progress_are_counted(tmp_path):
     assert starts_of(tmp_path, [5, 6, 7, 7, 8, 8, 8]) == 7
 
 
-def test_failures_that_follow_from_those_of_others_are_not_counted_as_long_as_they_meet(tmp_path):
-    none, few = [0] * 99, [5, 6, 7, 7, 7, 7, 7, 7, 7]
-    assert starts_of(tmp_path, none, cut_off, Meeting(False)) == 1 + agents.FALLOUTS + MOST
-    assert starts_of(tmp_path, few, cut_off, Meeting(False)) == 3 + agents.FALLOUTS + MOST
-    assert starts_of(tmp_path, few, cut_off, Meeting(True)) == 1
+def test_failures_that_follow_from_those_of_others_are_not_counted(tmp_path):
+    """As long as there is progress, or a few times without."""
+    few, started, meeting = [5, 6, 7] + [7] * 99, [], Meeting("meet")
+    with pytest.raises(RendezvousClosedError, match="n2 fell silent, again and again"):
+        starts_of(tmp_path, few, cut_off, meeting, started)
+    assert meeting.closed and len(started) >= 3 + agents.FALLOUTS
+    assert starts_of(tmp_path, few, cut_off, Meeting("close")) == 1
+
+
+def test_failures_that_only_seem_to_follow_from_others_are_counted(tmp_path):
+    """As of a rank that aborts by itself, while no other machine does anything."""
+    meeting = Meeting()
+    assert starts_of(tmp_path, [0] * 9, cut_off, meeting) == 1 + MOST and meeting.closed
 
 
 def test_a_mistake_that_one_rank_finds_is_not_tried_again(tmp_path):
     def mistaken(rank):
         return ProcessFailure(rank, 4711, EXIT_MISTAKE, "no error file")
 
-    meeting = Meeting(False)
+    meeting = Meeting()
     assert starts_of(tmp_path, [1, 2, 3], mistaken) == 1
     assert starts_of(tmp_path, [1, 2, 3], mistaken, meeting) == 1 and meeting.closed
 
 
 def test_the_others_are_told_at_once_that_a_machine_gives_up(tmp_path):
-    meeting = Meeting(False)
-    assert starts_of(tmp_path, [0] * 9, killed, meeting) == 1 + MOST
-    assert meeting.closed
-    meeting = Meeting(False)
-    starts_of(tmp_path, [0] * 99, cut_off, meeting)
-    assert not meeting.closed
+    meeting = Meeting("meet")
+    assert starts_of(tmp_path, [0] * 9, killed, meeting) == 1 + MOST and meeting.closed

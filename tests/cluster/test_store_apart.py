@@ -100,7 +100,7 @@ def test_a_machine_that_is_silent_is_waited_for_and_named(tmp_path):
         signal_all(tree, signal.SIGKILL)
         store.kill()
     said = (tmp_path / "n1.log").read_text()
-    assert code == EXIT_UNCONNECTED and "since n2 is silent" in said, said
+    assert code == EXIT_UNCONNECTED and "since n2 fell silent" in said, said
     error = "error: n1 has lost the other machines: n2 did not come back in 20 s, nor another"
     assert said.splitlines()[-1].startswith(error), said
 

@@ -1,5 +1,6 @@
 """torchrun's agent of one machine, which starts the ranks again after one has died."""
 
+import contextlib
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousError,
     RendezvousGracefulExitError,
     RendezvousStateError,
@@ -24,7 +26,7 @@ from torchmars.cluster.membership import Membership
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE
 
-FALLOUTS = 3  # restarts in a row that others cause, without progress
+FALLOUTS = 3  # restarts in a row that others cause, without progress, beside those of ranks
 
 
 @dataclass
@@ -52,11 +54,11 @@ class Restarts:
         return self.furthest > before
 
     def tell(self, failures: list[Failure], why: str, left: int) -> None:
-        """Say why all ranks restart: by failures of ranks of this machine, or by another one.
+        """Say why all ranks restart: by failures of ranks of this machine, or else `why`.
 
         They may do so `left` more times without progress.
         """
-        if failures and not of_others(failures, self.logs.machines):
+        if failures:
             first = first_here(failures)
             self.record(first)
             why = f"rank {first.rank} on {first.node} failed ({first.line})"
@@ -76,7 +78,8 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **options)
         self.restarting = restarting
         self.failures: list[Failure] = []
-        self.fallouts = FALLOUTS
+        """Of ranks of this machine, unless they follow from what happened on another one."""
+        self.fallouts = FALLOUTS + self._remaining_restarts
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Start the ranks, and wait for their end.
@@ -104,21 +107,28 @@ class Agent(LocalElasticAgent):
 
     def _count_restarts(self, spec: WorkerSpec) -> None:
         """Find out how often ranks may start again, of which some on this machine have failed."""
-        if self.restarting.progressed():
-            self._remaining_restarts, self.fallouts = spec.max_restarts, FALLOUTS
+        self._note_progress(spec)
         if any(failure.code == EXIT_MISTAKE for failure in self.failures):
             self._remaining_restarts = 0
         meeting = spec.rdzv_handler
         if not isinstance(meeting, Membership):
             return
-        if not of_others(self.failures, self.restarting.logs.machines):
-            if not self._remaining_restarts:
-                meeting.set_closed()  # the others end too, before they wait for this machine
-        elif meeting.ends():
+        others = None
+        if all(failure.kind == Kind.FALLOUT for failure in self.failures):
+            others = meeting.others_act()
+        if others == "close":
             self._remaining_restarts = 0
-        elif self.fallouts:
-            self.fallouts -= 1
+        elif others == "meet":
+            self.failures = []
             self._remaining_restarts += 1
+        elif not self._remaining_restarts:
+            with contextlib.suppress(RendezvousError):
+                meeting.set_closed()  # the others end too, before they wait for this machine
+
+    def _note_progress(self, spec: WorkerSpec) -> None:
+        if self.restarting.progressed():
+            self._remaining_restarts = spec.max_restarts
+            self.fallouts = FALLOUTS + spec.max_restarts
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         try:
@@ -129,17 +139,18 @@ class Agent(LocalElasticAgent):
         self.restarting.logs.round = meeting.round if isinstance(meeting, Membership) else ""
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        meeting = worker_group.spec.rdzv_handler
-        why = meeting.change() if isinstance(meeting, Membership) else ""
+        meeting, why = worker_group.spec.rdzv_handler, ""
+        if not self.failures and isinstance(meeting, Membership):
+            why = meeting.change()
+            self._note_progress(worker_group.spec)
+            self.fallouts -= 1
+            if self.fallouts < 0:
+                meeting.set_closed()
+                raise RendezvousClosedError(f"{why}, again and again without progress")
         self.restarting.tell(self.failures, why, self._remaining_restarts)
         # They would save, and wait for ranks that may be lost. What they have saved is whole.
         self._shutdown(signal.SIGKILL)
         super()._restart_workers(worker_group)
-
-
-def of_others(failures: list[Failure], machines: int) -> bool:
-    """Return whether failures of ranks of this machine follow from what happened on another one."""
-    return machines > 1 and all(failure.kind == Kind.FALLOUT for failure in failures)
 
 
 def failures_of(

@@ -89,7 +89,8 @@ def launch(
     except SignalException as error:
         code, by = 128 + error.sigval, error.sigval.name
     except RendezvousGracefulExitError:
-        say(*labelled("ended", f"on other machines: {process.node()} was not needed"))
+        say_error(f"the run has ended on other machines: {process.node()} had no place in it")
+        return EXIT_UNCONNECTED
     except (RendezvousError, DistError) as error:
         lost = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
         refused = isinstance(error, RendezvousStateError)

@@ -6,16 +6,19 @@ torch alone never notices a machine that falls silent while its ranks are waited
 
 import contextlib
 import math
+import re
 import secrets
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -32,7 +35,8 @@ from torchmars.cluster.environment import beat_seconds, lost_seconds
 from torchmars.core.console import harmless
 
 LOOK_SECONDS = 2.0  # of a pause between looks at the beats that count: this machine may stand still
-CLOSE_SECONDS = 3.0  # for a machine whose rank has failed to say that the run ends
+# For a machine whose rank has failed to end its other ranks, and then to meet or to close.
+CLOSE_SECONDS = 35.0
 ANCIENT = datetime.min.replace(tzinfo=UTC)
 NEVER = 3e8  # seconds that torch lets a machine be silent, by whatever clocks: ten years
 
@@ -44,10 +48,15 @@ class Beats(_BackendRendezvousStateHolder):
     """
 
     def __init__(
-        self, backend: RendezvousBackend, settings: RendezvousSettings, seconds: float
+        self,
+        backend: RendezvousBackend,
+        settings: RendezvousSettings,
+        own: _NodeDesc,
+        seconds: float,
     ) -> None:
         super().__init__(backend, settings)
-        self.seconds, self.looked, self.last_look = seconds, 0.0, time.monotonic()
+        self.own, self.seconds = own, seconds
+        self.looked, self.last_look = 0.0, time.monotonic()
         self.seen: dict[_NodeDesc, tuple[datetime, float]] = {}
         """The newest beat of each machine, and how long this one had looked by then."""
         self.silent: set[_NodeDesc] = set()
@@ -61,9 +70,13 @@ class Beats(_BackendRendezvousStateHolder):
         for node, beat in beats.items():
             if node not in self.seen or self.seen[node][0] != beat:
                 self.seen[node] = beat, self.looked
+                self.silent.discard(node)
             elif self.looked - self.seen[node][1] > self.seconds:
                 beats[node] = ANCIENT
                 self.silent.add(node)
+        present = datetime.now(UTC)
+        if self.own in beats and beats[self.own] > present:  # the clock was set back
+            beats[self.own] = present - self._settings.keep_alive_interval
         super()._sanitize()
 
 
@@ -78,7 +91,7 @@ class Membership(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the machines of the next round; name those of the last one that do not come."""
-        self._store.set(f"machine/{self._this_node}", process.node())
+        self._store.set(self._key(f"machine/{self._this_node}"), process.node())
         try:
             info = super().next_rendezvous()
         except RendezvousTimeoutError:
@@ -90,7 +103,9 @@ class Membership(DynamicRendezvousHandler):
                 f"{missing} did not come back in {seconds:g} s, nor another machine instead"
             ) from None
         self.members = self._here()
-        meeting = self._store.compare_set("meeting", "", secrets.token_hex(8)).decode()
+        meeting = self._store.compare_set(self._key("meeting"), "", secrets.token_hex(8)).decode()
+        if not re.fullmatch("[0-9a-f]{16}", meeting):
+            raise RendezvousStateError("the meeting has no name of ours")
         self.round = f"{meeting}:{self._state_holder.state.round}"
         return info
 
@@ -110,30 +125,43 @@ class Membership(DynamicRendezvousHandler):
         if self.members and self._this_node not in self._here():
             return "the other machines go on without this one"
         silent = self._names(self.members & self._state_holder.silent)
-        return f"{silent} is silent" if silent else "those of another machine do"
+        return f"{silent} fell silent" if silent else "those of another machine do"
 
-    def ends(self) -> bool:
-        """Return whether the machines will not meet again, after ranks of another one failed.
+    def others_act(self) -> Literal["close", "meet"] | None:
+        """Wait for what other machines do after ranks here have lost a connection; None: nothing.
 
-        That one says so at once. One that is lost says nothing.
+        One whose rank has failed ends its other ranks. Then it closes the rendezvous, or leaves
+        this round to meet again. One that is lost is dropped from the round.
         """
         deadline = time.monotonic() + CLOSE_SECONDS
-        while not (closed := self.is_closed()) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if self.is_closed():
+                return "close"
             if self.num_nodes_waiting():
-                return False
+                return "meet"
             time.sleep(0.2)
-        return closed
+        return None
+
+    def _close(self) -> None:
+        """Close the rendezvous, unless the others have a round without this machine."""
+        self._state_holder.sync()
+        if not self._state_holder.state.complete or self._this_node in self._here():
+            super()._close()
 
     def _here(self) -> frozenset[_NodeDesc]:
         return frozenset(self._state_holder.state.participants)
 
     def _names(self, nodes: frozenset[_NodeDesc]) -> str:
-        return ", ".join(sorted(map(self._name, nodes)))
+        return ", ".join(sorted({*map(self._name, nodes)}))
+
+    def _key(self, name: str) -> str:
+        return f"{self.settings.run_id}/{name}"
 
     def _name(self, node: _NodeDesc) -> str:
         with contextlib.suppress(RuntimeError):  # the store's
-            if self._store.check([f"machine/{node}"]):
-                return harmless(self._store.get(f"machine/{node}").decode(errors="replace"))[:100]
+            if self._store.check([key := self._key(f"machine/{node}")]):
+                name = self._store.get(key).decode(errors="replace")
+                return harmless(" ".join(name.split()))[:100]
         return node.addr
 
 
@@ -148,5 +176,5 @@ def meet(store: Store, backend: RendezvousBackend, parameters: RendezvousParamet
         keep_alive_max_attempt=int(NEVER / beat),
     )
     seconds = parameters.get_as_int("lost_seconds", lost_seconds(machines)) or math.inf
-    holder = Beats(backend, settings, seconds)
+    holder = Beats(backend, settings, made._this_node, seconds)
     return Membership(made._this_node, settings, backend.name, store, holder)

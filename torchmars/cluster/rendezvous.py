@@ -11,7 +11,7 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import (
@@ -36,6 +36,7 @@ from torchmars.cluster.membership import meet
 
 SIGNED = b"signed by RDZV_TOKEN "  # begins a state that is followed by its digest and itself
 DIGEST_BYTES = 32
+OLD = timedelta(minutes=1)  # an age of all beats from which they may be those of an earlier run
 ALLOWED = {
     (each.__module__, each.__name__): each
     for each in (_RendezvousState, _NodeDesc, datetime, timedelta, timezone)
@@ -59,22 +60,27 @@ def join(
     connected()
     checked = Checked(backend, parameters.run_id, secret)
     reopen(checked, lost_seconds(parameters.max_nodes))
-    return meet(shared, checked, parameters)
+    # A connection waits for one answer at a time, and the machine has to show that it lives.
+    return meet(cast(Any, shared).clone(), checked, parameters)
 
 
 def reopen(backend: RendezvousBackend, seconds: float) -> None:
     """Let machines meet where a run has ended: its store may live on, apart from all machines.
 
-    The launchers of that run are gone if their state has not changed after `seconds`.
+    The launchers of that run are gone if their state has not changed after `seconds`. Those of one
+    that is closed are waited for.
     """
-    found = backend.get_state()
-    if found is None or not (before := StateUnpickler(io.BytesIO(found[0])).load()).closed:
-        return
-    time.sleep(seconds)
-    if backend.get_state() == found:
-        state = _RendezvousState()
-        state.round = before.round + 1  # what lies in the store under earlier ones is theirs
-        backend.set_state(pickle.dumps(state), found[1])
+    while (found := backend.get_state()) is not None:
+        before: _RendezvousState = StateUnpickler(io.BytesIO(found[0])).load()
+        old = datetime.now(UTC) - OLD
+        if not before.closed and any(beat > old for beat in before.last_heartbeats.values()):
+            return
+        time.sleep(seconds)
+        if backend.get_state() == found:
+            state = _RendezvousState()
+            state.round = before.round + 1  # what lies in the store under earlier ones is theirs
+            backend.set_state(pickle.dumps(state), found[1])
+            return
 
 
 class Checked(RendezvousBackend):

@@ -55,8 +55,9 @@ def be_helper(*unused: Any) -> None:
 def follow_launcher() -> None:
     """Send this process, a rank, `ORPHANED` once its launcher is gone; let SIGQUIT end it.
 
-    `StopSignals` takes that for a request to save and end. Outside of it, it ends the process.
-    A process that was started alone has no launcher.
+    `StopSignals` takes that for a request to save and end. Outside of it, it ends the process. Of
+    several machines the others go on without this one, so the process ends at once. A process that
+    was started alone has no launcher.
     """
     # A launcher ends its ranks by SIGQUIT. Processes that a script starts in the background ignore
     # it.
@@ -65,7 +66,8 @@ def follow_launcher() -> None:
     launcher = int(os.environ.get(LAUNCHER, os.getppid())) if under_torchrun else None
 
     if launcher is not None:
-        send_once_gone(launcher, ORPHANED)
+        several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+        send_once_gone(launcher, signal.SIGKILL if several else ORPHANED)
 
 
 def send_once_gone(parent: int, number: int) -> None:
