@@ -34,8 +34,8 @@
 #
 # Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and end it. The same command resumes, and a SLURM
 # job puts itself back into the queue. Exit codes: 0 complete; 2 a mistake in the config or the
-# data; 69 not all ranks connected in time, or a machine was lost; 70 a rank hung; 75 stopped by a signal and saved;
-# 128 + n ended by signal n; else a crash.
+# data; 69 not all ranks connected in time, or a machine was lost; 70 a rank hung; 75 stopped by a
+# signal and saved; 128 + n ended by signal n; else a crash.
 set -euo pipefail
 
 places=("$(dirname "$0")")
