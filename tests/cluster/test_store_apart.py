@@ -107,7 +107,9 @@ def test_a_machine_that_is_silent_is_waited_for_and_named(tmp_path):
 
 @FULL
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP]
+)
 @pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
 def test_the_machine_of_rank_0_is_replaced_and_the_run_goes_on_from_memory(tmp_path, number):
     write_text(tmp_path)
