@@ -7,7 +7,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from torch.distributed import HashStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousParameters,
+    RendezvousStateError,
+)
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
@@ -130,10 +134,14 @@ def test_a_machine_without_a_place_does_not_end_the_run_of_others(meeting):
     assert pickle.loads(backend.get_state()[0]).closed
 
 
-def test_what_strangers_write_of_machines_is_a_line_or_ends_the_start(meeting):
+def test_what_strangers_write_of_machines_is_a_line_or_ends_the_start(meeting, monkeypatch):
     mine, other, _, _ = meeting
     mine._store.set(f"run/machine/{other}", "n2\nerror: \x1b[2Jdone")
     assert "\n" not in mine._name(other) and "\x1b" not in mine._name(other)
+    monkeypatch.setattr(dynamic.DynamicRendezvousHandler, "next_rendezvous", lambda self: None)
+    mine._store.set("run/meeting", "a\0")  # ranks get it in their environment
+    with pytest.raises(RendezvousStateError):
+        mine.next_rendezvous()
 
 
 def test_a_machine_that_waits_at_the_store_goes_on_beating():

@@ -19,7 +19,7 @@ from torchmars.core.device import COLLECTIVES
 from torchmars.core.errors import EXIT_HUNG, EXIT_UNCONNECTED
 from torchmars.core.files import write_durably
 
-# How long to wait for the report of the machine whose rank failed first. torchrun gives that
+# How long to wait for what the machine whose rank failed first does or reports. torchrun gives that
 # machine's other ranks 30 s to end.
 WAIT_SECONDS = 35.0
 FALLOUT_MESSAGE = re.compile(

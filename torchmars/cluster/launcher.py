@@ -89,6 +89,7 @@ def launch(
     except SignalException as error:
         code, by = 128 + error.sigval, error.sigval.name
     except RendezvousGracefulExitError:
+        logs.close()
         say_error(f"the run has ended on other machines: {process.node()} had no place in it")
         return EXIT_UNCONNECTED
     except (RendezvousError, DistError) as error:

@@ -32,11 +32,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from torchmars.cluster import process
 from torchmars.cluster.environment import beat_seconds, lost_seconds
+from torchmars.cluster.failures import WAIT_SECONDS
 from torchmars.core.console import harmless
 
 LOOK_SECONDS = 2.0  # of a pause between looks at the beats that count: this machine may stand still
-# For a machine whose rank has failed to end its other ranks, and then to meet or to close.
-CLOSE_SECONDS = 35.0
 ANCIENT = datetime.min.replace(tzinfo=UTC)
 NEVER = 3e8  # seconds that torch lets a machine be silent, by whatever clocks: ten years
 
@@ -133,7 +132,7 @@ class Membership(DynamicRendezvousHandler):
         One whose rank has failed ends its other ranks. Then it closes the rendezvous, or leaves
         this round to meet again. One that is lost is dropped from the round.
         """
-        deadline = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             if self.is_closed():
                 return "close"

@@ -8,8 +8,9 @@ run's own code comes out (cluster/launcher.py). All that a rank prints is kept (
 The last message comes from the first rank that failed.
 
 Exit codes: 0 the run is complete; 2 a mistake in the config or the data; 69 machines or ranks did
-not connect in time: start it again; 70 a rank hung; 75 stopped by SIGTERM, SIGINT, SIGHUP or
-SIGUSR1, saved, not complete: start it again; 128 + n ended by signal n; anything else: a crash.
+not connect in time, or a machine was lost: start it again; 70 a rank hung; 75 stopped by SIGTERM,
+SIGINT, SIGHUP or SIGUSR1, saved, not complete: start it again; 128 + n ended by signal n; anything
+else: a crash.
 """
 
 import argparse
