@@ -16,7 +16,7 @@ from torchmars.config import (
     reported_sections,
 )
 from torchmars.config.load import config_from_tables, load_config
-from torchmars.config.optimizer import resolve_routers
+from torchmars.config.optimizer import as_begun
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.synonyms import SYNONYMS
 from torchmars.core.typed import dotted_names, setting_meant
@@ -550,5 +550,25 @@ def test_what_makes_a_run_the_same_run_is_marked():
 )
 def test_routers_keep_what_a_run_began_with(given, z_loss, saved, wanted):
     section = OptimizerConfig(zero_mean_routers=given).resolve()
-    found = resolve_routers(section, z_loss, saved if saved is None else {"optimizer": saved})
+    found = as_begun(section, z_loss, saved if saved is None else {"optimizer": saved})
     assert found.zero_mean_routers is wanted
+
+
+@pytest.mark.parametrize(
+    "given,saved,wanted",
+    [
+        ({}, None, "auto"),  # a new run
+        ({}, {}, False),  # of before the setting
+        ({}, {"per_head": False}, False),  # of before its default
+        ({}, {"per_head": "auto"}, "auto"),
+        ({}, {"per_head": True}, True),
+        ({"per_head": True}, {}, True),
+        ({"per_head": False}, None, False),
+        ({"name": "mars-shampoo"}, None, False),
+        ({"name": "adamw"}, {}, None),
+    ],
+)
+def test_heads_stay_apart_or_whole_as_a_run_began(given, saved, wanted):
+    section = OptimizerConfig(**{"name": "muon"} | given).resolve()
+    found = as_begun(section, 0.0, saved if saved is None else {"optimizer": saved})
+    assert found.per_head is wanted or found.per_head == wanted == "auto"

@@ -208,23 +208,28 @@ class Heads(nn.Module):
 
 
 def test_per_head_takes_the_split_that_a_model_declares_and_nothing_else():
-    def split(**options):
-        groups = param_groups(Heads(), "muon", **options)
+    def split(rule="muon", **options):
+        groups = param_groups(Heads(), rule, **options)
         return {
             name: (each.get("split", 1), each.get("per_head", False))
             for each in groups
             for name, _ in each["params"]
-            if each["rule"] == "muon"
+            if each["rule"] == rule
         }
 
     names = ("attn.qkv.weight", "attn.out.weight", "mlp.0.weight")
     by_head = dict(zip(names, [(6, True), (1, False), (1, False)]))
-    assert split(per_head=True) == split(by_role={"matrix": {"per_head": True}}) == by_head
+    assert split() == split("mars-m") == split(split_fused=False) == by_head
+    assert split("mars-shampoo", per_head=True) == split(per_head=True) == by_head
+    assert split("mars-shampoo", by_role={"matrix": {"per_head": True}}) == by_head
     own = [("*.qkv.*", {"per_head": False, "split": 3})]
     assert split(per_head=True, by_pattern=own)["attn.qkv.weight"] == (3, False)
-    assert split(by_pattern=[("*.qkv.*", {"per_head": True})])["attn.qkv.weight"] == (6, True)
-    assert split()["attn.qkv.weight"] == (3, False)  # as it is fused
-    assert split(split_fused=False)["attn.qkv.weight"] == (1, False)
+    assert split(by_pattern=[("*.qkv.*", {"split": 3})])["attn.qkv.weight"] == (3, False)
+    by_pattern = [("*.qkv.*", {"per_head": True})]
+    assert split(per_head=False, by_pattern=by_pattern)["attn.qkv.weight"] == (6, True)
+    assert split(per_head=False)["attn.qkv.weight"] == (3, False)  # as it is fused
+    assert split("mars-shampoo")["attn.qkv.weight"] == (3, False)
+    assert split(per_head=False, split_fused=False)["attn.qkv.weight"] == (1, False)
     wrapped = nn.Module()
     wrapped.module = Heads()  # as DDP does
     assert {each.get("split", 1) for each in param_groups(wrapped, "muon", per_head=True)} == {1, 6}
@@ -237,7 +242,7 @@ def test_per_head_takes_the_split_that_a_model_declares_and_nothing_else():
     [
         (Model, {"per_head": True}, "per_head has no meaning for a Model, whose attention decl"),
         (Heads, {"name": "adamw", "per_head": True}, 'per_head has no meaning for "adamw"'),
-        (Heads, {"per_head": 3}, "per_head must be true or false"),
+        (Heads, {"per_head": 3}, "per_head must be true, false or auto"),
         (
             Heads,
             {"by_role": {"matrix": {"per_head": True, "split": 3}}},

@@ -12,8 +12,8 @@ from torchmars.optim.matrices import owners
 from torchmars.optim.matrices.buckets import rank_bucket
 from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.matrices.owners import plan_buckets
-from torchmars.optim.matrices.shapes import MatrixShape
-from torchmars.optim.matrices.tiles import blocks_of_shards
+from torchmars.optim.matrices.shapes import MatrixShape, units_of
+from torchmars.optim.matrices.tiles import blocks_of_shards, tile_of
 from torchmars.optim.matrices.traffic import batches
 from torchmars.optim.meshes import MeshPlace
 
@@ -165,6 +165,22 @@ def test_heads_that_a_shard_has_whole_stay_there(shapes, mesh, replicas, cut):
     assert set(found[True]) == starts - cut
     rows = shapes[0].shape[0] // mesh[0]
     assert all(row // rows == shard for row, shard in found[True].items())
+
+
+@pytest.mark.parametrize("shards", [1, 3, 2, 12])
+def test_the_heads_of_a_rank_are_one_tile_where_no_shard_cuts_one(shards):
+    [shape] = HEADS
+    [blocks] = blocks_of_shards([shape], [(Shard(0),)], place_of((shards,), 1))
+    stack, of_stack = shape.as_stack(blocks)
+    if shards in (2, 12):  # 18 rows, or 3, where a head has 4
+        assert (stack, of_stack) == (shape, blocks)
+        return
+    [units] = units_of(0, stack)
+    for block, within in zip(blocks, of_stack):
+        heads = [tile for each in units_of(0, shape) if (tile := tile_of(each, block))]
+        tile = tile_of(units, within)
+        assert [each.start for each in tile.cut(1)] == [each.start for each in heads]
+        assert tile.is_whole and tile.numel == sum(each.numel for each in heads)
 
 
 def parcel(packing, peer):

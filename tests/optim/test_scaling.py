@@ -264,7 +264,7 @@ def test_heads_may_be_more_than_in_the_base():
     assert found["blocks.0.attn.qkv.weight"]["lr"] == pytest.approx(1 / 3)
     assert found["blocks.0.attn.proj.weight"]["lr"] == pytest.approx(3**-0.5)
     assert settings_of("muon", model(2), model(2), per_head=True) == settings_of(
-        "muon", model(2), model(2)
+        "muon", model(2), model(2), per_head=False
     )
 
 

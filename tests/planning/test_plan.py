@@ -178,11 +178,10 @@ def test_traffic_is_that_of_the_formulas(
         },
     )
     [(_, sent, _)] = planned(simulate, (tables, replicas * shards, 8))
-    blocks, rest, matrices = (
-        layers * (12 * width + 2) * width,
-        (rows + length + 1) * width,
-        layers * 12 * width**2,
-    )
+    blocks, rest = layers * (12 * width + 2) * width, (rows + length + 1) * width
+    matrices = layers * 12 * width**2
+    # Of the 6 heads of qkv, 64 rows each, 4 lie whole on one of 4 shards of 96 rows: they stay.
+    travelling = matrices - layers * 3 * 4 / 6 * width**2
     ring = (shards - 1) / shards
     units = 1  # all blocks together have 3 MiB in bfloat16
     passes = "forward and backward"
@@ -206,10 +205,10 @@ def test_traffic_is_that_of_the_formulas(
     buckets = sent["optimizer", "all-to-all", shards][0] // 2
     assert sent["optimizer", "all-to-all", shards] == (
         2 * buckets,
-        pytest.approx(2 * ring * 2 * matrices / shards / replicas, rel=0.05),
+        pytest.approx(2 * ring * 2 * travelling / shards / replicas, rel=0.05),
     )
     assert sent["optimizer", "all-gather", replicas] == (
-        buckets,
+        buckets + 1,  # the heads that stay, which replicas share out too
         pytest.approx((replicas - 1) / replicas * 2 * matrices / shards, rel=0.05),
     )
     assert sent["optimizer", "all-reduce", shards][0] == 1

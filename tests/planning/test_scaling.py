@@ -27,7 +27,9 @@ def test_each_role_is_told_with_what_it_gets():
     assert warnings == []  # all grows together
     rows = {tuple(re.split(r"\s\s+", line)) for line in lines}
     # lr 0.01 / 3^(1/2), decay 0.1 * 3^(1/2); proj begins at 0.02 / (2 * 2)^(1/2) / 3^(1/2).
-    assert ("matrix", "50", "0.01155", "0.005774", "0.1732", "1e-08") in rows
+    assert ("matrix", "20", "0.01155", "0.005774", "0.1732", "1e-08") in rows
+    # A head of q, k or v is 64 x 768, and 64 x 256 in the base: lr 0.01 / 3, decay 0.1 * 3.
+    assert ("matrix", "30", "0.01155", "0.003333", "0.3", "1e-08") in rows
     assert ("matrix", "20", "0.005774", "0.005774", "0.1732", "1e-08") in rows
     assert ("head", "1", "0.02", "0.01", "0.1", "3.333e-09") in rows
     assert ("vector", "20", "ones", "0.01", "0.1", "6.667e-10") in rows

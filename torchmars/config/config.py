@@ -32,6 +32,7 @@ OF_RANKS = {
     "training.compile",
     "optimizer.matrix_dtype",
     "optimizer.zero_mean_routers",
+    "optimizer.per_head",
 }
 
 

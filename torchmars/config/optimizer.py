@@ -40,6 +40,8 @@ def value_type(setting: Setting) -> Any:
     types = {Number: Amount, Betas: tuple[float, float], Flag: bool}
     if isinstance(setting, Choice):
         return Literal[setting.names]
+    if isinstance(setting, Flag) and setting.automatic:
+        return bool | Literal["auto"]
     off = isinstance(setting, Number) and setting.positive and setting.optional
     return Clip if off else types.get(type(setting), Any)
 
@@ -244,14 +246,16 @@ def set_fields(section: GroupConfig | OptimizerConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def resolve_routers(
+def as_begun(
     section: ResolvedOptimizer, router_z_loss: float, saved: dict[str, Any] | None
 ) -> ResolvedOptimizer:
-    """Return the section with `zero_mean_routers` resolved.
+    """Return the section with `zero_mean_routers` and `per_head` as the run began with them.
 
-    Where the config names nothing, it stays as in `saved`, the config of the checkpoint that the
-    run resumes from: None if it is older than the setting.
+    Where the config names nothing, they stay as in `saved`, the config of the checkpoint that the
+    run resumes from. A run that is older than `zero_mean_routers` has None.
     """
+    if section.per_head == "auto" and saved is not None:
+        section = replace(section, **{"per_head": saved["optimizer"].get("per_head", False)})
     value = section.zero_mean_routers
     if value is None:
         value = True if saved is None else saved["optimizer"].get("zero_mean_routers")

@@ -128,8 +128,8 @@ def param_groups(
         may_cut = parameter.ndim > 1 and (split_fused or not orthogonal)
         found = cut_of(parameter_name, parameter, modules) if may_cut else {}
         cut = {each: value for each, value in found.items() if each not in own}
-        if changed.pop("per_head", False) and orthogonal:
-            cut |= _of_heads(parameter_name, heads, model)
+        if (per_head := changed.pop("per_head", False)) and orthogonal:
+            cut |= _of_heads(parameter_name, heads, per_head, own, model)
         of = factors.of(parameter_name, parameter, role, changed, cut) if factors else Factors()
         if orthogonal:
             if split_fused and not (found or cut or "split" in own):
@@ -146,17 +146,21 @@ def _claim(name: str, by_pattern: Sequence[tuple[str, Settings]]) -> tuple[str, 
     return next((each for each in by_pattern if fnmatchcase(name, each[0])), ("", {}))
 
 
-def _of_heads(name: str, heads: Mapping[str, Settings], model: nn.Module) -> Settings:
-    """Return the settings that cut a parameter into heads. `heads` has them by name.
+def _of_heads(
+    name: str, heads: Mapping[str, Settings], per_head: Any, own: Settings, model: nn.Module
+) -> Settings:
+    """Return the settings that cut a parameter into heads, where `per_head` says so.
 
-    Raises `ValueError` where no parameter has heads.
+    `heads` has them by name. A split among the parameter's `own` settings goes before "auto".
+    Raises `ValueError` where `per_head` is True and no parameter has heads.
     """
-    if not heads:
+    if per_head is True and not heads:
         raise ValueError(
             f"per_head has no meaning for a {type(model).__name__}, whose attention declares no "
             "heads (head_rows): remove it"
         )
-    return heads.get(name, {})
+    apart = per_head is True or (per_head == "auto" and "split" not in own)
+    return heads.get(name, {}) if apart else {}
 
 
 def _put(
@@ -288,6 +292,8 @@ def complete_group(
     for setting in RULES[group.get("rule", defaults["rule"])].settings:
         if setting.scope != "optimizer" and setting.name not in given:
             group.setdefault(setting.name, setting.default)
+    if group.get("per_head") == "auto":  # what `param_groups` had to say of it stands in `split`
+        group["per_head"] = False
     check_group(defaults | group, number)
     group["params"] = checked_params(group["params"])
     if isinstance(group["params"], list):

@@ -77,7 +77,12 @@ class Betas(Setting):
 class Flag(Setting):
     """Yes or no."""
 
+    automatic: bool = False
+    """It may be "auto", too."""
+
     def judge(self, value: Any) -> tuple[bool, str]:
+        if self.automatic:
+            return isinstance(value, bool) or value == "auto", "true, false or auto"
         return isinstance(value, bool), "true or false"
 
 
@@ -161,8 +166,10 @@ ZERO_MEAN = Flag(
 PER_HEAD = Flag(
     "per_head",
     "Orthogonalise the rows of each head on their own, in the matrices whose heads the model "
-    "declares: those of queries, keys and values.",
+    "declares: those of queries, keys and values. auto: where it declares some, but not in a run "
+    "that began without.",
     False,
+    automatic=True,
 )
 CAUTIOUS_DECAY = Flag(
     "cautious_decay",

@@ -8,7 +8,7 @@ from torchmars.checkpoint.resume import newest_config
 from torchmars.config import ResolvedConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.dtypes import resolve_dtypes
-from torchmars.config.optimizer import resolve_routers
+from torchmars.config.optimizer import as_begun
 from torchmars.exchange.hub import find_folder, is_of_hub
 from torchmars.optim.kernels import can_compile
 from torchmars.optim.matrices.precision import multiplies_bfloat16
@@ -35,7 +35,7 @@ def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedCo
     native_bfloat16 = layout.agree(lambda: multiplies_bfloat16(weights))
     saved, source = layout.on_first(lambda: saved_and_source(config))
     config = resolve_dtypes(config, device, native_bfloat16, saved)
-    optimizer = resolve_routers(config.optimizer, config.training.router_z_loss, saved)
+    optimizer = as_begun(config.optimizer, config.training.router_z_loss, saved)
     config = replace(config, optimizer=optimizer)
     able = layout.agree(lambda: can_compile(device))
     config = resolve_compile(config, device, able, layout.group("tp").size, saved)

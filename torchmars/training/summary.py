@@ -165,12 +165,12 @@ def group_table(groups: list[dict[str, Any]]) -> list[str]:
 
 
 def options_of(group: dict[str, Any]) -> list[str]:
-    """Return the group's choices and flags that are not their rule's default."""
+    """Return the group's choices that are not their rule's default, and flags that are set."""
     return [
         group[setting.name] if isinstance(setting, Choice) else setting.name
         for setting in RULES[group["rule"]].settings
         if isinstance(setting, Choice | Flag) and setting.scope == "both"
-        if group[setting.name] != setting.default
+        if group[setting.name] not in (setting.default, False)
     ]
 
 

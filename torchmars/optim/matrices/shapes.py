@@ -8,7 +8,7 @@ cut where the matrix lies whole.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -89,6 +89,24 @@ class MatrixShape:
     def is_cut_whole(self) -> bool:
         """Whether its parts are no runs of whole rows."""
         return self.transposed or sum(self.parts) < self.matrix[1]
+
+    def as_stack(self, blocks: Blocks) -> tuple["MatrixShape", Blocks]:
+        """Return heads of one size as a batch of matrices, and the `blocks` within it.
+
+        They lie in memory as before, but the heads of a rank are one tile, which costs its host as
+        much as one head would. Where a block cuts a head, all is returned as it is.
+        """
+        if not self.per_head or self.is_cut_whole or len(self.shape) > 2:
+            return self, blocks
+        heads, rows = len(self.parts), self.parts[0]
+        if len({*self.parts}) > 1 or any(
+            edge % rows for _, of_rows, _ in blocks for edge in of_rows
+        ):
+            return self, blocks
+        stack = replace(self, shape=(heads, rows, self.shape[1]), split=1)
+        return stack, tuple(
+            ((top // rows, bottom // rows), (0, rows), cols) for _, (top, bottom), cols in blocks
+        )
 
     def cut(self, matrices: Tensor) -> list[Tensor]:
         """Return the parts [n, out, in] of whole `matrices` [n, rows, cols]."""

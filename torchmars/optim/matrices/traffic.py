@@ -108,7 +108,7 @@ class MatrixTraffic:
         matrix_dtype: str,
         momentum_dtype: torch.dtype | None = None,
     ) -> None:
-        self.parameters, self.shapes = parameters, shapes
+        self.parameters = parameters
         self.directions = directions
         self.deviations: Tensor | None = None
         """Of each parameter's matrices that this rank owns, the sum of the `squared_deviations` of
@@ -116,7 +116,8 @@ class MatrixTraffic:
         self.device = local_part(parameters[0]).device
         self.place = mesh_place(parameters[0], groups)
         placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
-        blocks = blocks_of_shards(shapes, placements, self.place)
+        found = zip(shapes, blocks_of_shards(shapes, placements, self.place))
+        self.shapes, blocks = zip(*(shape.as_stack(of_shards) for shape, of_shards in found))
         native_bfloat16 = on_all_ranks(
             multiplies_bfloat16(self.device), self.place.groups, self.device
         )
@@ -128,7 +129,7 @@ class MatrixTraffic:
         # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
         ranks = self.place.ranks
         plan = plan_buckets(
-            shapes,
+            self.shapes,
             blocks,
             lambda rows, cols: directions.flops(rows, cols, self.product),
             ranks,

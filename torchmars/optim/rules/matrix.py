@@ -18,11 +18,15 @@ from torchmars.optim.settings import (
     LR_REST,
     MARS_SETTINGS,
     MATRIX_SETTINGS,
+    PER_HEAD,
     WEIGHT_DECAY,
     Declared,
     Settings,
 )
 
+# Heads apart lowered the loss under muon and mars-m (docs/optimizers.md#heads-apart-measured).
+# Under mars-shampoo they were not tried.
+HEADS_APART = tuple(PER_HEAD.of("auto") if each is PER_HEAD else each for each in MATRIX_SETTINGS)
 MUON_SETTINGS = (
     LR.of(6e-3),
     BETAS.of((0.95, 0.99)),
@@ -31,7 +35,7 @@ MUON_SETTINGS = (
     CAUTIOUS_DECAY,
     BETAS_1D,
     LR_REST,
-    *MATRIX_SETTINGS,
+    *HEADS_APART,
 )
 
 
