@@ -9,13 +9,14 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousParameters,
     RendezvousStateError,
 )
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from tests.support.machines import free_endpoint
+from tests.support.machines import Way, free_endpoint
 from torchmars.cluster import membership, rendezvous
 from torchmars.cluster.environment import beat_seconds, lost_seconds
 
@@ -142,6 +143,24 @@ def test_what_strangers_write_of_machines_is_a_line_or_ends_the_start(meeting, m
     mine._store.set("run/meeting", "a\0")  # ranks get it in their environment
     with pytest.raises(RendezvousStateError):
         mine.next_rendezvous()
+
+
+def test_a_machine_that_is_cut_off_from_the_store_notices_before_it_is_lost(monkeypatch):
+    """Its ranks may go on for as long as the others do not take its place."""
+    monkeypatch.setattr(rendezvous, "lost_seconds", lambda machines: 2)
+    with free_endpoint() as endpoint, Way(endpoint) as way:
+        host, port = endpoint.split(":")
+        server = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+        options = {"is_host": "0", "local_addr": host, "read_timeout": "600"}
+        mine = rendezvous.join(
+            RendezvousParameters("c10d", way.address, "run", 2, 2, **options), None, lambda: None
+        )
+        assert mine.num_nodes_waiting() == 0
+        way.cut = True
+        mine._state_holder._cache_duration = 0
+        with pytest.raises(RendezvousConnectionError):
+            mine.num_nodes_waiting()
+        del server
 
 
 def test_a_machine_that_waits_at_the_store_goes_on_beating():

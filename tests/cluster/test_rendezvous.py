@@ -22,7 +22,7 @@ from tests.support.machines import free_endpoint
 from torchmars.cluster import connection, process, rendezvous
 from torchmars.core.errors import UserError
 
-RUN = "torchmars"
+RUN = "tiny"  # its name is that of the meeting
 KEY = f"torch.rendezvous.{RUN}"
 RAN = "TORCHMARS_TEST_RAN"
 

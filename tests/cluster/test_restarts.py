@@ -4,6 +4,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import DistStoreError, HashStore
 from torch.distributed.elastic.agent.server import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -32,8 +33,15 @@ def cut_off(rank):
 class Meeting(membership.Membership):
     """Other machines, which do one thing when ranks here have lost their connections."""
 
-    def __init__(self, others=None):
+    def __init__(self, others=None, before=0):
         self.others, self.closed = others, False
+        self._store, self.before = HashStore(), before
+
+    def _key(self, name):
+        if self.before:  # ranks of another machine have failed so often at this step
+            self._store.add(name, self.before)
+            self.before = 0
+        return name
 
     def others_act(self):
         return self.others
@@ -109,6 +117,15 @@ def test_only_restarts_without_progress_are_counted(tmp_path):
     assert starts_of(tmp_path, [5, 6, 7, 7, 8, 8, 8]) == 7
 
 
+def test_restarts_are_those_of_the_run_on_all_machines(tmp_path):
+    meeting = Meeting(before=1)
+    assert starts_of(tmp_path, [5] * 9, meeting=meeting) == MOST and meeting.closed
+    # One that starts anew at the same store, at the same step, has all of them again.
+    meeting.closed = False
+    assert starts_of(tmp_path, [5] * 9, meeting=meeting) == 1 + MOST and meeting.closed
+    assert starts_of(tmp_path, [5, 6, 6, 6], meeting=Meeting(before=1)) == 2 + MOST
+
+
 def test_failures_that_follow_from_those_of_others_are_not_counted(tmp_path):
     """As long as there is progress, or a few times without."""
     few, started, meeting = [5, 6, 7] + [7] * 99, [], Meeting("meet")
@@ -136,3 +153,25 @@ def test_a_mistake_that_one_rank_finds_is_not_tried_again(tmp_path):
 def test_the_others_are_told_at_once_that_a_machine_gives_up(tmp_path):
     meeting = Meeting("meet")
     assert starts_of(tmp_path, [0] * 9, killed, meeting) == 1 + MOST and meeting.closed
+
+
+def test_a_machine_that_is_lost_as_the_others_meet_costs_another_round(tmp_path, monkeypatch):
+    meeting, met = Meeting(), []
+    group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=meeting))
+    agent = object.__new__(agents.Agent)
+    agent.restarting = restarts(tmp_path, [], [])
+
+    def meet(self, group):
+        met.append(group)
+        if len(met) == 1:  # it does not say how many ranks it has
+            raise DistStoreError("wait timeout after 45000ms")
+
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", meet)
+    meeting.num_nodes_waiting = lambda: 0  # all are there
+    with pytest.raises(DistStoreError):
+        agent._rendezvous(group)
+    met.clear()
+    meeting.num_nodes_waiting = lambda: 1
+    meeting.round = "name:7"
+    agent._rendezvous(group)
+    assert len(met) == 2 and agent.restarting.logs.round == "name:7"

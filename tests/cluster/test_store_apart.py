@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import ROOT, Command, needs_proc, run_command
 from tests.support.full import FULL
-from tests.support.machines import free_endpoint, machine, signal_all, tree_of, wait_for
+from tests.support.machines import Way, free_endpoint, machine, signal_all, tree_of, wait_for
 from tests.support.same_end import check_same_end, tables_of
 from tests.support.tiny import metrics, run_folder_of, write_text
 from torchmars.checkpoint.memory import shared_memory
@@ -60,9 +60,13 @@ def test_mistakes_are_a_line(monkeypatch):
             assert re.match(f"error: {message}", err), err
 
 
-def two_machines(tables, endpoint, **options):
-    """Start two machines that meet at a store apart; wait until their run makes steps."""
-    machines = [machine(tables, name, endpoint, None, **options) for name in ("n1", "n2")]
+def two_machines(tables, *endpoints, **options):
+    """Start two machines that meet at a store apart; wait until their run makes steps.
+
+    `endpoints` are one for both, or one for each.
+    """
+    places = zip(("n1", "n2"), endpoints * 2)
+    machines = [machine(tables, name, place, None, **options) for name, place in places]
     file = run_folder_of(tables) / "metrics.jsonl"
     wait_for(lambda: file.exists() and max(metrics(tables), default=0) > 10, *machines)
     return machines
@@ -87,38 +91,52 @@ def test_without_it_all_machines_end_and_publish_nothing(tmp_path):
 
 @FULL
 @needs_proc
-def test_a_machine_that_is_silent_is_waited_for_and_named(tmp_path):
-    """It stops as when the power fails: no connection is closed."""
+@pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_machine_that_is_silent_is_waited_for_and_named(tmp_path, cut):
+    """It stops as when the power fails: no connection is closed. Or its way to the store is `cut`,
+    and it ends its ranks before the others take another one in its place.
+    """
     write_text(tmp_path)
     tables = tables_of(tmp_path, "run", 10**6, {"checkpoint": {"interval": 10**6}})
-    with free_endpoint() as endpoint:
+    with free_endpoint() as endpoint, Way(endpoint) as way:
         store = start_store(endpoint)
-        first, second = two_machines(tables, endpoint, join_seconds=20)
+        places = endpoint, way.address if cut else endpoint
+        first, second = two_machines(tables, *places, join_seconds=10)
         tree = tree_of(second)
-        signal_all(tree, signal.SIGSTOP)
+        way.cut = cut
+        if cut:
+            assert second.wait() == EXIT_UNCONNECTED
+            wait_for(lambda: not any(map(psutil.pid_exists, tree)))
+        else:
+            signal_all(tree, signal.SIGSTOP)
         code = first.wait()
         signal_all(tree, signal.SIGKILL)
         store.kill()
     said = (tmp_path / "n1.log").read_text()
     assert code == EXIT_UNCONNECTED and "since n2 fell silent" in said, said
-    error = "error: n1 has lost the other machines: n2 did not come back in 20 s, nor another"
+    error = "error: n1 has lost the other machines: n2 did not come back in 10 s, nor another"
     assert said.splitlines()[-1].startswith(error), said
+    if cut:
+        said = (tmp_path / "n2.log").read_text()
+        error = "error: n2 has lost the other machines: their store has not answered for 8 s"
+        assert said.splitlines()[-1] == error, said
 
 
 @FULL
 @needs_proc
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP]
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
 @pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
 def test_the_machine_of_rank_0_is_replaced_and_the_run_goes_on_from_memory(tmp_path, number):
     write_text(tmp_path)
-    steps = 300
+    steps = 100
     changes = {"checkpoint": {"interval": 1000, "memory_interval": 1}}
     straight, lost = (tables_of(tmp_path, name, steps, changes) for name in ("one", "other"))
-    with free_endpoint() as endpoint:
-        store = start_store(endpoint)
-        assert [each.wait() for each in two_machines(straight, endpoint)] == [0, 0]
+    with free_endpoint() as endpoint, free_endpoint() as another:
+        store, of_straight = start_store(endpoint), start_store(another)
+        assert [each.wait() for each in two_machines(straight, another)] == [0, 0]
+        of_straight.kill()
         machines = two_machines(lost, endpoint)
         # Of the machines of one address, the one with the smaller process number has rank 0.
         first, second = sorted(machines, key=lambda each: each.pid)

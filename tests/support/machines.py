@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -61,6 +62,42 @@ def free_endpoint():
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{opened.getsockname()[1]}"
+
+
+class Way:
+    """A way to an endpoint that can be `cut`: what is sent arrives nowhere, and no end is told."""
+
+    cut = False
+
+    def __init__(self, endpoint):
+        host, port = endpoint.split(":")
+        self.target = host, int(port)
+
+    def __enter__(self):
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self.sockets = [listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception):
+        for each in self.sockets:
+            each.close()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.sockets[0].accept()
+                far = socket.create_connection(self.target)
+                self.sockets += [near, far]
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                if not self.cut:
+                    sink.sendall(data)
 
 
 def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300):

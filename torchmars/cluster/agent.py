@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -70,8 +70,8 @@ class Agent(LocalElasticAgent):
     """An agent whose count of restarts starts again whenever the run has made progress.
 
     A run of a month may lose many machines. One that dies at the same step each time may not start
-    again without end. Restarts that failures on other machines cause do not count, as long as there
-    is progress. Overrides private methods of torch 2.11 to 2.13.
+    again without end, wherever it dies. Restarts that failures on other machines cause do not
+    count, as long as there is progress. Overrides private methods of torch 2.11 to 2.13.
     """
 
     def __init__(self, *args: Any, restarting: Restarts, **options: Any) -> None:
@@ -121,7 +121,10 @@ class Agent(LocalElasticAgent):
         elif others == "meet":
             self.failures = []
             self._remaining_restarts += 1
-        elif not self._remaining_restarts:
+        else:
+            left = meeting.restarts_left(spec.max_restarts, self.restarting.furthest)
+            self._remaining_restarts = min(self._remaining_restarts, left)
+        if not (others or self._remaining_restarts):
             with contextlib.suppress(RendezvousError):
                 meeting.set_closed()  # the others end too, before they wait for this machine
 
@@ -131,11 +134,15 @@ class Agent(LocalElasticAgent):
             self.fallouts = FALLOUTS + spec.max_restarts
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        meeting = worker_group.spec.rdzv_handler
         try:
             super()._rendezvous(worker_group)
         except (KeyError, TypeError, ValueError) as error:  # what the machines tell each other
             raise RendezvousStateError(f"it cannot be read: {error}") from None
-        meeting = worker_group.spec.rdzv_handler
+        except DistStoreError:  # one machine does not tell: it was lost as the others met it
+            if not (isinstance(meeting, Membership) and meeting.num_nodes_waiting()):
+                raise
+            self._rendezvous(worker_group)
         self.restarting.logs.round = meeting.round if isinstance(meeting, Membership) else ""
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:

@@ -111,7 +111,8 @@ def launch(
     first = first_failure(failures, logs)
     if first in failures:
         record(first)
-    report_first(first, logs)
+    # Where no machine knows more than that it has lost others, each says why it has.
+    report_first(failures[0] if lost and first.kind == Kind.FALLOUT else first, logs)
     return first.code
 
 

@@ -141,6 +141,17 @@ class Membership(DynamicRendezvousHandler):
             time.sleep(0.2)
         return None
 
+    def restarts_left(self, most: int, step: int) -> int:
+        """Return how often ranks may start again since the run reported `step`, of `most` times.
+
+        A rank of any machine has just failed of itself, or else it is not to be asked.
+        """
+        key = self._key(f"failed/{step}")
+        left = most + 1 - self._store.add(key, 1)
+        if left <= 0:  # the run ends, and may start anew at this store
+            self._store.delete_key(key)
+        return max(0, left)
+
     def _close(self) -> None:
         """Close the rendezvous, unless the others have a round without this machine."""
         self._state_holder.sync()

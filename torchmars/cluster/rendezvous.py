@@ -11,10 +11,12 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousParameters,
     RendezvousStateError,
@@ -33,6 +35,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from torchmars.cluster.environment import lost_seconds
 from torchmars.cluster.membership import meet
+from torchmars.core.timers import done_in
+
+T = TypeVar("T")
 
 SIGNED = b"signed by RDZV_TOKEN "  # begins a state that is followed by its digest and itself
 DIGEST_BYTES = 32
@@ -58,7 +63,8 @@ def join(
         return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
     backend, shared = create_backend(parameters)
     connected()
-    checked = Checked(backend, parameters.run_id, secret)
+    lost = parameters.get_as_int("lost_seconds", lost_seconds(parameters.max_nodes))
+    checked = Checked(backend, parameters.run_id, secret, lost or None)
     reopen(checked, lost_seconds(parameters.max_nodes))
     # A connection waits for one answer at a time, and the machine has to show that it lives.
     return meet(cast(Any, shared).clone(), checked, parameters)
@@ -84,25 +90,43 @@ def reopen(backend: RendezvousBackend, seconds: float) -> None:
 
 
 class Checked(RendezvousBackend):
-    """A backend whose state is unpickled only if it is one, and signed where there is a secret."""
+    """A backend whose state is unpickled only if it is one, and signed where there is a secret.
 
-    def __init__(self, backend: RendezvousBackend, run_id: str, secret: str | None) -> None:
-        self.backend, self.run_id, self.secret = backend, run_id, secret
+    A store that does not answer for some `seconds` cannot be reached: this machine is lost to the
+    others then. torch would wait for the answer, without end where the network is cut.
+    """
+
+    def __init__(
+        self,
+        backend: RendezvousBackend,
+        run_id: str,
+        secret: str | None,
+        seconds: float | None = None,
+    ) -> None:
+        self.backend, self.run_id, self.secret, self.seconds = backend, run_id, secret, seconds
 
     @property
     def name(self) -> str:
         return self.backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        found = self.backend.get_state()
+        found = self.answer(self.backend.get_state)
         return found and (self.checked(found[0]), found[1])
 
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
         # Where another launcher has written before, it is that one's state that comes back.
-        found = self.backend.set_state(self.signed(state), token)
+        found = self.answer(partial(self.backend.set_state, self.signed(state), token))
         return found and (self.checked(found[0]), *found[1:])
+
+    def answer(self, ask: Callable[[], T]) -> T:
+        """Return what the store answers. Raises `RendezvousConnectionError` if it does not."""
+        try:
+            return done_in(self.seconds, ask)
+        except TimeoutError:
+            text = f"their store has not answered for {self.seconds:g} s"
+            raise RendezvousConnectionError(text) from None
 
     def signed(self, state: bytes) -> bytes:
         """Return a state as it lies in the store."""

@@ -62,5 +62,5 @@ def main() -> None:
             machines = environment.NNODES
             return launch.prepare(config, sources, ranks * machines, machines)
         own = ["--prepared"] if options.prepared else []
-        torchrun = environment.torchrun_options(ranks, os.environ.get(JOB) or "torchmars")
+        torchrun = environment.torchrun_options(ranks, os.environ.get(JOB) or config.run.name)
         launch.main([*own, *torchrun, "-m", "torchmars.train", *rest], sources)

@@ -3,6 +3,10 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -15,3 +19,23 @@ def unless_done_in(seconds: float, work: Callable[[], object]) -> Iterator[None]
         yield
     finally:
         late.cancel()
+
+
+def done_in(seconds: float | None, work: Callable[[], T]) -> T:
+    """Return the result of `work`, or raise what it raises.
+
+    Raises `TimeoutError` where it takes longer than some seconds, unless they are None. Its thread
+    is then left alone, and does not keep the process from ending.
+    """
+    if seconds is None:
+        return work()
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result.result(seconds)
