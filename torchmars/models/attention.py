@@ -47,11 +47,18 @@ class Sight(NamedTuple):
     """How many tokens one sees at most, itself included; None: any number."""
 
     @classmethod
-    def of_documents(cls, starts: Tensor, length: int, x: Tensor, dropout: float) -> "Sight":
-        """Keep documents apart in sequences of `length` tokens, for blocks that get `x`."""
+    def of_documents(
+        cls, starts: Tensor, length: int, x: Tensor, dropout: float, masked: bool = True
+    ) -> "Sight":
+        """Keep documents apart in sequences of `length` tokens, for blocks that get `x`.
+
+        Without `masked` all blocks have a window. A mask of all tokens is then made by none.
+        """
         if has_kernel(x.device.type, x.dtype, dropout):
             return cls(None, starts, length, bounds(starts, 0, length))
         numbers = document_numbers(starts, length)
+        if not masked:
+            return cls(since=starts.gather(1, numbers), length=length)
         # In the dtype of `x`: of a boolean mask each block would make such a one of its own.
         mask = torch.zeros(len(starts), 1, length, length, dtype=x.dtype, device=x.device)
         since, places = starts.gather(1, numbers), torch.arange(length, device=x.device)
@@ -86,6 +93,9 @@ class Sight(NamedTuple):
 
     def mask_of(self, queries: int, keys: int) -> Tensor | None:
         """Return which of the first `keys` tokens the last `queries` of them see."""
+        if self.mask is None and self.since is not None:
+            places = torch.arange(keys, device=self.since.device)
+            return seen(self.since[:, keys - queries : keys], places[-queries:], places)[:, None]
         if self.mask is None:
             return None
         first = self.mask.shape[3] - self.mask.shape[2]

@@ -125,11 +125,20 @@ class Model(nn.Module, ABC):
             positions = torch.arange(length, device=tokens.device)
             if starts is not None:
                 positions = document_positions(starts, length)
-        x, sight = self.embed(tokens, positions), None
-        if starts is not None:
-            sight = Sight.of_documents(starts, length, x, self.dropout)
+        x = self.embed(tokens, positions)
+        sight = self.sight_of(starts, length, x)
         hidden: Tensor = self.norm(self.transform(x, positions, sight))
         return hidden
+
+    def sight_of(self, starts: Tensor | None, length: int, x: Tensor) -> Sight | None:
+        """Return how the blocks here, which get `x`, keep documents apart; None: they do not.
+
+        `starts` are those of whole sequences of `length` tokens.
+        """
+        if starts is None:
+            return None
+        whole = any(self.attended(int(number)) == self.seq_len for number in self.blocks)
+        return Sight.of_documents(starts, length, x, self.dropout, masked=whole)
 
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from typing import Literal
 from torch import Tensor, nn
 
 from torchmars.models import Model
-from torchmars.models.attention import Sight
 from torchmars.models.documents import document_positions
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.loss import mean_loss, token_losses, token_scores
@@ -65,15 +64,12 @@ class ModelPart(nn.Module):
         these are kept apart.
         """
         length = x.shape[1] if self.first else x.shape[1] * self.tp
-        positions, sight = self.sequence.positions(length, x.device), None
+        whole, positions = length * self.sequence.ranks, self.sequence.positions(length, x.device)
         if starts is not None:
-            whole = length * self.sequence.ranks
             positions = self.sequence.of(document_positions(starts, whole))
         if self.first:
             x = self.model.embed(x, positions)
-        if starts is not None:
-            sight = Sight.of_documents(starts, whole, x, self.model.dropout)
-        x = self.model.transform(x, positions, sight)
+        x = self.model.transform(x, positions, self.model.sight_of(starts, whole, x))
         if not self.last:
             return x
         hidden: Tensor = self.model.norm(x)
