@@ -4,6 +4,7 @@ import pickle
 import threading
 import time
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import pytest
 from torch.distributed import HashStore, TCPStore
@@ -145,22 +146,34 @@ def test_what_strangers_write_of_machines_is_a_line_or_ends_the_start(meeting, m
         mine.next_rendezvous()
 
 
-def test_a_machine_that_is_cut_off_from_the_store_notices_before_it_is_lost(monkeypatch):
-    """Its ranks may go on for as long as the others do not take its place."""
-    monkeypatch.setattr(rendezvous, "lost_seconds", lambda machines: 2)
+def test_a_machine_that_is_cut_off_from_the_store_does_not_wait_for_it():
+    """torch alone waits for an answer that never comes, at each question."""
     with free_endpoint() as endpoint, Way(endpoint) as way:
         host, port = endpoint.split(":")
         server = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
-        options = {"is_host": "0", "local_addr": host, "read_timeout": "600"}
+        options = {"is_host": "0", "local_addr": host, "read_timeout": "600", "lost_seconds": "8"}
         mine = rendezvous.join(
             RendezvousParameters("c10d", way.address, "run", 2, 2, **options), None, lambda: None
         )
         assert mine.num_nodes_waiting() == 0
         way.cut = True
-        mine._state_holder._cache_duration = 0
-        with pytest.raises(RendezvousConnectionError):
-            mine.num_nodes_waiting()
+        backend = mine._state_holder._backend
+        # Beats come every 2 s, and the others count from the last one.
+        assert backend.seconds == 6
+        backend.seconds = 1
+        asked = []
+        backend.backend.get_state = partial(counted, backend.backend.get_state, asked)
+        for _ in range(2):
+            mine._state_holder._last_sync_time = -1  # it is asked once a second otherwise
+            with pytest.raises(RendezvousConnectionError, match="has not answered for 1 s"):
+                mine.num_nodes_waiting()
+        assert len(asked) == 1  # not again, which would take as long
         del server
+
+
+def counted(function, calls):
+    calls.append(function)
+    return function()
 
 
 def test_a_machine_that_waits_at_the_store_goes_on_beating():

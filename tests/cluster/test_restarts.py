@@ -33,14 +33,10 @@ def cut_off(rank):
 class Meeting(membership.Membership):
     """Other machines, which do one thing when ranks here have lost their connections."""
 
-    def __init__(self, others=None, before=0):
-        self.others, self.closed = others, False
-        self._store, self.before = HashStore(), before
+    def __init__(self, others=None, store=None):
+        self.others, self.closed, self._store = others, False, store or HashStore()
 
     def _key(self, name):
-        if self.before:  # ranks of another machine have failed so often at this step
-            self._store.add(name, self.before)
-            self.before = 0
         return name
 
     def others_act(self):
@@ -96,6 +92,8 @@ def starts_of(tmp_path, steps, ended=killed, meeting=None, started=None):
 
         def _initialize_workers(self, group):
             started.append(group)
+            if meeting:
+                meeting.round = f"meeting:{len(started)}"
 
         def _stop_workers(self, group): ...
 
@@ -118,12 +116,25 @@ def test_only_restarts_without_progress_are_counted(tmp_path):
 
 
 def test_restarts_are_those_of_the_run_on_all_machines(tmp_path):
-    meeting = Meeting(before=1)
-    assert starts_of(tmp_path, [5] * 9, meeting=meeting) == MOST and meeting.closed
-    # One that starts anew at the same store, at the same step, has all of them again.
-    meeting.closed = False
-    assert starts_of(tmp_path, [5] * 9, meeting=meeting) == 1 + MOST and meeting.closed
-    assert starts_of(tmp_path, [5, 6, 6, 6], meeting=Meeting(before=1)) == 2 + MOST
+    """A round in which ranks of both fail counts once."""
+    store = HashStore()
+    mine, other = Meeting(store=store), Meeting(store=store)
+    for number, left in ((1, 2), (2, 1), (3, 0), (4, 0)):
+        mine.round = other.round = f"meeting:{number}"
+        assert mine.restarts_left(2, step=7) == other.restarts_left(2, step=7) == left
+    mine.round = "meeting:5"
+    assert mine.restarts_left(2, step=8) == 2  # there was progress
+    store.add("launches", 1)
+    mine.round = "meeting:6"
+    assert mine.restarts_left(2, step=7) == 2  # the run has begun anew at the same store
+
+
+def test_restarts_of_other_machines_are_counted_here(tmp_path):
+    meeting = Meeting()
+    for number in range(MOST):
+        meeting.round = f"meeting:-{number}"
+        meeting.restarts_left(MOST, step=5)
+    assert starts_of(tmp_path, [5] * 9, meeting=meeting) == 1 and meeting.closed
 
 
 def test_failures_that_follow_from_those_of_others_are_not_counted(tmp_path):

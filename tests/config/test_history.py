@@ -112,7 +112,15 @@ def test_a_comparison_with_old_names_is_continued(renamed, tmp_path):
     )
     assert written_settings(file) == {
         "config": {"training": {"steps": 7}},
-        "contenders": {"ours": {"name": "muon", "matrix": {"split": 3}}},
+        # Its trials had whole heads, by the default of then.
+        "contenders": {"ours": {"name": "muon", "matrix": {"split": 3}, "per_head": False}},
+    }
+    file.write_text(
+        "[config]\n[contenders.ours]\nname = 'muon'\nper_head = 'auto'\n[contenders.other]\n"
+    )
+    assert written_settings(file)["contenders"] == {
+        "ours": {"name": "muon", "per_head": "auto"},
+        "other": {},
     }
 
 

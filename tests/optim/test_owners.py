@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from torch.distributed.tensor import Shard
@@ -167,15 +168,17 @@ def test_heads_that_a_shard_has_whole_stay_there(shapes, mesh, replicas, cut):
     assert all(row // rows == shard for row, shard in found[True].items())
 
 
+@pytest.mark.parametrize("flatten", [False, True])  # which says nothing of two dims
 @pytest.mark.parametrize("shards", [1, 3, 2, 12])
-def test_the_heads_of_a_rank_are_one_tile_where_no_shard_cuts_one(shards):
-    [shape] = HEADS
+def test_the_heads_of_a_rank_are_one_tile_where_no_shard_cuts_one(shards, flatten):
+    shape = replace(HEADS[0], flatten=flatten)
     [blocks] = blocks_of_shards([shape], [(Shard(0),)], place_of((shards,), 1))
     stack, of_stack = shape.as_stack(blocks)
     if shards in (2, 12):  # 18 rows, or 3, where a head has 4
         assert (stack, of_stack) == (shape, blocks)
         return
     [units] = units_of(0, stack)
+    assert units.shape == (4, 8) and units.length == 9
     for block, within in zip(blocks, of_stack):
         heads = [tile for each in units_of(0, shape) if (tile := tile_of(each, block))]
         tile = tile_of(units, within)

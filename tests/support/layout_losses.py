@@ -55,7 +55,7 @@ RULES: dict[str, dict] = {
     # other microbatches: AdamW divides gradients that are hardly more than rounding by their size.
     # That goes away with a lower rate, or with eps = 1e-6.
     "mars-adamw": {"name": "mars-adamw", "lr": 2e-3},
-    "mars-m": {"name": "mars-m", "matrix_dtype": "float32"},
+    "mars-m": {"name": "mars-m", "matrix_dtype": "float32", "per_head": False},
     "mars-m, per head": {"name": "mars-m", "matrix_dtype": "float32", "per_head": True},
     "mars-m, bfloat16": {"name": "mars-m", "matrix_dtype": "bfloat16"},
     "mars-m, rows": {

@@ -14,17 +14,26 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
     RendezvousStateError,
 )
 
-from torchmars.cluster.failures import Failure, Kind, failure_of, first_here, hang_of
+from torchmars.cluster.failures import (
+    WAIT_SECONDS,
+    Failure,
+    Kind,
+    failure_of,
+    first_here,
+    hang_of,
+)
 from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.membership import Membership
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE
+from torchmars.core.timers import done_in
 
 FALLOUTS = 3  # restarts in a row that others cause, without progress, beside those of ranks
 
@@ -122,11 +131,21 @@ class Agent(LocalElasticAgent):
             self.failures = []
             self._remaining_restarts += 1
         else:
-            left = meeting.restarts_left(spec.max_restarts, self.restarting.furthest)
-            self._remaining_restarts = min(self._remaining_restarts, left)
+            self._remaining_restarts = min(self._remaining_restarts, self._left(meeting))
         if not (others or self._remaining_restarts):
             with contextlib.suppress(RendezvousError):
                 meeting.set_closed()  # the others end too, before they wait for this machine
+
+    def _left(self, meeting: Membership) -> int:
+        """Return how often ranks may start again, on account of all machines."""
+        most, step = self._worker_group.spec.max_restarts, self.restarting.furthest
+        if not self._remaining_restarts:
+            return 0
+        try:
+            return done_in(WAIT_SECONDS, lambda: meeting.restarts_left(most, step))
+        except TimeoutError:
+            text = f"their store has not answered for {WAIT_SECONDS:g} s"
+            raise RendezvousConnectionError(text) from None
 
     def _note_progress(self, spec: WorkerSpec) -> None:
         if self.restarting.progressed():

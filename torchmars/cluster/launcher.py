@@ -111,8 +111,9 @@ def launch(
     first = first_failure(failures, logs)
     if first in failures:
         record(first)
-    # Where no machine knows more than that it has lost others, each says why it has.
-    report_first(failures[0] if lost and first.kind == Kind.FALLOUT else first, logs)
+    if lost and first.kind == Kind.FALLOUT:  # no machine knows more: each says why it ends
+        [first] = failures
+    report_first(first, logs)
     return first.code
 
 
@@ -163,7 +164,7 @@ def report_rendezvous(args: argparse.Namespace, reason: str) -> int:
     The machines of a job run the same command, and may meet at the next try.
     """
     in_job = in_batch_job(os.environ)
-    check = "each runs the same command with the same number of machines"
+    check = "each runs the same command with the same run.name and number of machines"
     say_error(
         f"the {args.nnodes} machines did not meet at {args.rendezvous} ({reason}): check that "
         f"{'all of the job can reach it' if in_job else check}, and that nothing else listens on "

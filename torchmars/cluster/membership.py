@@ -144,13 +144,13 @@ class Membership(DynamicRendezvousHandler):
     def restarts_left(self, most: int, step: int) -> int:
         """Return how often ranks may start again since the run reported `step`, of `most` times.
 
-        A rank of any machine has just failed of itself, or else it is not to be asked.
+        Ranks of this machine have failed of themselves. A round in which those of several machines
+        do counts once.
         """
-        key = self._key(f"failed/{step}")
-        left = most + 1 - self._store.add(key, 1)
-        if left <= 0:  # the run ends, and may start anew at this store
-            self._store.delete_key(key)
-        return max(0, left)
+        launch = self._store.add(self._key("launches"), 0)
+        first = self._store.add(self._key(f"failed in round/{self.round}"), 1) == 1
+        failed = self._store.add(self._key(f"failed/{launch}/{step}"), int(first))
+        return max(0, most + 1 - failed)
 
     def _close(self) -> None:
         """Close the rendezvous, unless the others have a round without this machine."""

@@ -4,6 +4,7 @@ torch unpickles the contents of a rendezvous' store, and whoever reaches the sto
 So one launcher alone has a store within its own process, and several check the data that they read.
 """
 
+import contextlib
 import hmac
 import io
 import os
@@ -33,7 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from torchmars.cluster.environment import lost_seconds
+from torchmars.cluster.environment import beat_seconds, lost_seconds
 from torchmars.cluster.membership import meet
 from torchmars.core.timers import done_in
 
@@ -64,29 +65,33 @@ def join(
     backend, shared = create_backend(parameters)
     connected()
     lost = parameters.get_as_int("lost_seconds", lost_seconds(parameters.max_nodes))
-    checked = Checked(backend, parameters.run_id, secret, lost or None)
-    reopen(checked, lost_seconds(parameters.max_nodes))
+    # The others count from the last beat that they have seen.
+    seconds = max(1, lost - beat_seconds(parameters.max_nodes)) if lost else None
+    checked = Checked(backend, parameters.run_id, secret, seconds)
+    if reopen(checked, lost_seconds(parameters.max_nodes)):
+        shared.add(f"{parameters.run_id}/launches", 1)
     # A connection waits for one answer at a time, and the machine has to show that it lives.
     return meet(cast(Any, shared).clone(), checked, parameters)
 
 
-def reopen(backend: RendezvousBackend, seconds: float) -> None:
+def reopen(backend: RendezvousBackend, seconds: float) -> bool:
     """Let machines meet where a run has ended: its store may live on, apart from all machines.
 
-    The launchers of that run are gone if their state has not changed after `seconds`. Those of one
-    that is closed are waited for.
+    Returns whether this machine has done so. The launchers of that run are gone if their state has
+    not changed after `seconds`. Those of one that is closed are waited for.
     """
     while (found := backend.get_state()) is not None:
         before: _RendezvousState = StateUnpickler(io.BytesIO(found[0])).load()
         old = datetime.now(UTC) - OLD
         if not before.closed and any(beat > old for beat in before.last_heartbeats.values()):
-            return
+            return False
         time.sleep(seconds)
         if backend.get_state() == found:
             state = _RendezvousState()
             state.round = before.round + 1  # what lies in the store under earlier ones is theirs
-            backend.set_state(pickle.dumps(state), found[1])
-            return
+            changed = backend.set_state(pickle.dumps(state), found[1])
+            return changed is not None and changed[2]
+    return False
 
 
 class Checked(RendezvousBackend):
@@ -104,6 +109,8 @@ class Checked(RendezvousBackend):
         seconds: float | None = None,
     ) -> None:
         self.backend, self.run_id, self.secret, self.seconds = backend, run_id, secret, seconds
+        self.silent = False
+        """Whether the store has not answered, for any thread of this process."""
 
     @property
     def name(self) -> str:
@@ -122,11 +129,11 @@ class Checked(RendezvousBackend):
 
     def answer(self, ask: Callable[[], T]) -> T:
         """Return what the store answers. Raises `RendezvousConnectionError` if it does not."""
-        try:
-            return done_in(self.seconds, ask)
-        except TimeoutError:
-            text = f"their store has not answered for {self.seconds:g} s"
-            raise RendezvousConnectionError(text) from None
+        with contextlib.suppress(TimeoutError):
+            if not self.silent:
+                return done_in(self.seconds, ask)
+        self.silent = True
+        raise RendezvousConnectionError(f"their store has not answered for {self.seconds:g} s")
 
     def signed(self, state: bytes) -> bytes:
         """Return a state as it lies in the store."""

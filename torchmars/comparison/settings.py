@@ -7,8 +7,10 @@ import tomli
 from torchmars.comparison.study import Study
 from torchmars.config.history import renewed
 from torchmars.config.load import config_text
+from torchmars.config.optimizer import OptimizerConfig
 from torchmars.config.toml_files import Tables, flattened, read_toml
 from torchmars.core.errors import UserError
+from torchmars.optim.rules import RULES
 
 SETTINGS_FILE = "comparison.toml"
 
@@ -50,7 +52,7 @@ def written(file: Path) -> Tables:
     """Return the settings in a file, with the names of today. Raises `UserError`."""
     tables, source = read_toml(file), f"in {file}"
     contenders = {
-        name: renewed({"optimizer": table}, source)["optimizer"]
+        name: with_heads(renewed({"optimizer": table}, source)["optimizer"], False)
         for name, table in tables["contenders"].items()
     }
     return {"config": renewed(tables["config"], source), "contenders": contenders}
@@ -64,5 +66,12 @@ def settings_of(study: Study) -> Tables:
     for place in FREE:
         section, key = place.split(".")
         kept[section].pop(key, None)
-    contenders = {each.name: each.table for each in study.contenders}
+    contenders = {each.name: with_heads(each.table, "auto") for each in study.contenders}
     return {"config": kept | {"checkpoint": initial}, "contenders": contenders}
+
+
+def with_heads(table: Tables, default: bool | str) -> Tables:
+    """Return an [optimizer] with its `per_head`, which is "auto" by default where it was false."""
+    rule = RULES.get(table.get("name", OptimizerConfig.name))
+    automatic = rule is not None and rule.defaults.get("per_head") == "auto"
+    return {"per_head": default} | table if automatic else table

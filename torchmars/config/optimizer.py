@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from torchmars.config.fields import Amount, Clip, Mark, Positive, Was, require, with_settings
-from torchmars.core.bounds import KeyOf, Range
+from torchmars.core.bounds import KeyOf, Range, WordOrFlag
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES, variance_reduced
 from torchmars.optim.settings import Betas, Choice, Flag, Number, Setting
@@ -41,7 +41,7 @@ def value_type(setting: Setting) -> Any:
     if isinstance(setting, Choice):
         return Literal[setting.names]
     if isinstance(setting, Flag) and setting.automatic:
-        return bool | Literal["auto"]
+        return Annotated[bool | Literal["auto"], WordOrFlag("auto")]
     off = isinstance(setting, Number) and setting.positive and setting.optional
     return Clip if off else types.get(type(setting), Any)
 
@@ -126,7 +126,7 @@ class NamedRule:
 class OptimizerConfig(NamedRule):
     """Which update rule, with which settings.
 
-    Defaults are the published ones for GPT-2 small, where there are any.
+    Defaults are the published ones for GPT-2 small, where there are any, but for `per_head`.
     """
 
     mode: Annotated[Literal["approx", "exact"], Mark.IDENTITY] = "approx"

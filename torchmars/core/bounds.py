@@ -72,6 +72,25 @@ class WordOrNumber(Bounds):
 
 
 @dataclass(frozen=True)
+class WordOrFlag(Bounds):
+    """Bounds of a value that is a word, or else true or false."""
+
+    word: str
+
+    def check(self, value: Any) -> Any:
+        """Return such a value. Raises `ValueError` for another one."""
+        if not isinstance(value, bool) and value != self.word:
+            raise ValueError(f'must be true, false or "{self.word}", got {value!r}')
+        return value
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return this check alone: pydantic's errors would name both types."""
+        return core_schema.no_info_plain_validator_function(self.check)
+
+
+@dataclass(frozen=True)
 class Name(Bounds):
     """Bounds of a text that names one `kind`, "file" or "folder", without the folders above it."""
 

@@ -292,7 +292,7 @@ def complete_group(
     for setting in RULES[group.get("rule", defaults["rule"])].settings:
         if setting.scope != "optimizer" and setting.name not in given:
             group.setdefault(setting.name, setting.default)
-    if group.get("per_head") == "auto":  # what `param_groups` had to say of it stands in `split`
+    if (defaults | group).get("per_head") == "auto":  # `param_groups` has asked the model
         group["per_head"] = False
     check_group(defaults | group, number)
     group["params"] = checked_params(group["params"])

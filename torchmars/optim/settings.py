@@ -167,7 +167,7 @@ PER_HEAD = Flag(
     "per_head",
     "Orthogonalise the rows of each head on their own, in the matrices whose heads the model "
     "declares: those of queries, keys and values. auto: where it declares some, but not in a run "
-    "that began without.",
+    "that began without. A group's own rule changes nothing in this.",
     False,
     automatic=True,
 )

@@ -26,7 +26,7 @@ def build_optimizer(
     """
     section = config.optimizer
     try:
-        # Fused weights of our models stay whole, as in the published runs.
+        # Other than by heads, fused weights of our models stay whole, as in the published runs.
         settings = section.settings() | {"split_fused": False}
         if not section.zero_mean_routers:  # None: of a run that is older than the setting
             settings["by_role"].setdefault("router", {})["zero_mean"] = False

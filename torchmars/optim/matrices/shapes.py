@@ -103,7 +103,7 @@ class MatrixShape:
             edge % rows for _, of_rows, _ in blocks for edge in of_rows
         ):
             return self, blocks
-        stack = replace(self, shape=(heads, rows, self.shape[1]), split=1)
+        stack = replace(self, shape=(heads, rows, self.shape[1]), split=1, flatten=False)
         return stack, tuple(
             ((top // rows, bottom // rows), (0, rows), cols) for _, (top, bottom), cols in blocks
         )
