@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,8 +24,9 @@ def unless_done_in(seconds: float, work: Callable[[], object]) -> Iterator[None]
 def done_in(seconds: float | None, work: Callable[[], T]) -> T:
     """Return the result of `work`, or raise what it raises.
 
-    Raises `TimeoutError` where it takes longer than some seconds, unless they are None. Its thread
-    is then left alone, and does not keep the process from ending.
+    Raises `TimeoutError` where it takes longer than some seconds, unless they are None. Of the time
+    for which this process stands still a second counts. The thread of `work` is then left alone,
+    and does not keep the process from ending.
     """
     if seconds is None:
         return work()
@@ -38,4 +39,8 @@ def done_in(seconds: float | None, work: Callable[[], T]) -> T:
             result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return result.result(seconds)
+    while seconds > 0 and not wait([result], min(seconds, 1.0)).done:
+        seconds -= 1.0
+    if not result.done():
+        raise TimeoutError
+    return result.result()
