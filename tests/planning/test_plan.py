@@ -244,7 +244,7 @@ def test_small_blocks_are_units_together(tmp_path, model, units):
 def test_matrices_travel_in_their_dtype(tmp_path):
     """Two bytes for mixed, which travels as bfloat16, and four for float32."""
     tables = [
-        tiny_tables(tmp_path, optimizer={"name": "muon", "matrix_dtype": dtype})
+        tiny_tables(tmp_path, optimizer={"name": "muon", "matrix_dtype": dtype, "per_head": False})
         for dtype in ("mixed", "float32")
     ]
     found = planned(simulate, *((each, 2, 0) for each in tables))
