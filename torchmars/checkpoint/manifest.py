@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
-from torchmars.config.history import renewed
+from torchmars.config.history import renewed, with_heads
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
@@ -83,7 +83,7 @@ def read(folder: PurePath) -> CheckpointManifest:
     try:
         manifest = FORMAT.read(path, CheckpointManifest, storage_of(path).open)
         try:
-            manifest = replace(manifest, config=renewed(manifest.config))
+            manifest = replace(manifest, config=with_heads(renewed(manifest.config), False))
         except UserError as error:
             raise ValueError(str(error)) from None
         for section, key in NEEDED:

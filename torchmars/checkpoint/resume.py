@@ -188,8 +188,7 @@ def settings_before(manifest: CheckpointManifest, kind: type[Config]) -> dict[st
     rule = RULES.get(saved["optimizer.name"])
     for name, default in (rule.defaults if rule else {}).items():
         if f"optimizer.{name}" in defaults:
-            # Heads were not apart before the setting, whose default is another.
-            defaults[f"optimizer.{name}"] = False if name == "per_head" else default
+            defaults[f"optimizer.{name}"] = default
     return defaults | saved
 
 

@@ -14,7 +14,6 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
-    RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
     RendezvousStateError,
@@ -30,7 +29,7 @@ from torchmars.cluster.failures import (
 )
 from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs
-from torchmars.cluster.membership import Membership
+from torchmars.cluster.membership import Membership, unanswered
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE
 from torchmars.core.timers import done_in
@@ -144,8 +143,7 @@ class Agent(LocalElasticAgent):
         try:
             return done_in(WAIT_SECONDS, lambda: meeting.restarts_left(most, step))
         except TimeoutError:
-            text = f"their store has not answered for {WAIT_SECONDS:g} s"
-            raise RendezvousConnectionError(text) from None
+            raise unanswered(WAIT_SECONDS) from None
 
     def _note_progress(self, spec: WorkerSpec) -> None:
         if self.restarting.progressed():

@@ -16,6 +16,7 @@ from typing import Literal
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
@@ -173,6 +174,11 @@ class Membership(DynamicRendezvousHandler):
                 name = self._store.get(key).decode(errors="replace")
                 return harmless(" ".join(name.split()))[:100]
         return node.addr
+
+
+def unanswered(seconds: float) -> RendezvousConnectionError:
+    """Return the error of a machine that the store has not answered for some seconds."""
+    return RendezvousConnectionError(f"their store has not answered for {seconds:g} s")
 
 
 def meet(store: Store, backend: RendezvousBackend, parameters: RendezvousParameters) -> Membership:

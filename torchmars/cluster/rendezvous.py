@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousParameters,
     RendezvousStateError,
@@ -35,7 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from torchmars.cluster.environment import beat_seconds, lost_seconds
-from torchmars.cluster.membership import meet
+from torchmars.cluster.membership import meet, unanswered
 from torchmars.core.timers import done_in
 
 T = TypeVar("T")
@@ -132,8 +131,9 @@ class Checked(RendezvousBackend):
         with contextlib.suppress(TimeoutError):
             if not self.silent:
                 return done_in(self.seconds, ask)
+        assert self.seconds is not None  # else an answer is waited for
         self.silent = True
-        raise RendezvousConnectionError(f"their store has not answered for {self.seconds:g} s")
+        raise unanswered(self.seconds)
 
     def signed(self, state: bytes) -> bytes:
         """Return a state as it lies in the store."""

@@ -5,12 +5,10 @@ from pathlib import Path
 import tomli
 
 from torchmars.comparison.study import Study
-from torchmars.config.history import renewed
+from torchmars.config.history import renewed, with_heads
 from torchmars.config.load import config_text
-from torchmars.config.optimizer import OptimizerConfig
 from torchmars.config.toml_files import Tables, flattened, read_toml
 from torchmars.core.errors import UserError
-from torchmars.optim.rules import RULES
 
 SETTINGS_FILE = "comparison.toml"
 
@@ -52,7 +50,7 @@ def written(file: Path) -> Tables:
     """Return the settings in a file, with the names of today. Raises `UserError`."""
     tables, source = read_toml(file), f"in {file}"
     contenders = {
-        name: with_heads(renewed({"optimizer": table}, source)["optimizer"], False)
+        name: with_heads(renewed({"optimizer": table}, source), False)["optimizer"]
         for name, table in tables["contenders"].items()
     }
     return {"config": renewed(tables["config"], source), "contenders": contenders}
@@ -66,12 +64,8 @@ def settings_of(study: Study) -> Tables:
     for place in FREE:
         section, key = place.split(".")
         kept[section].pop(key, None)
-    contenders = {each.name: with_heads(each.table, "auto") for each in study.contenders}
+    contenders = {
+        each.name: with_heads({"optimizer": each.table}, "auto")["optimizer"]
+        for each in study.contenders
+    }
     return {"config": kept | {"checkpoint": initial}, "contenders": contenders}
-
-
-def with_heads(table: Tables, default: bool | str) -> Tables:
-    """Return an [optimizer] with its `per_head`, which is "auto" by default where it was false."""
-    rule = RULES.get(table.get("name", OptimizerConfig.name))
-    automatic = rule is not None and rule.defaults.get("per_head") == "auto"
-    return {"per_head": default} | table if automatic else table

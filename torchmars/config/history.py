@@ -11,6 +11,7 @@ from torchmars.config.toml_files import Tables, flattened
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.typed import table_in
+from torchmars.optim.rules import RULES
 
 # Each has the one value that equals the remaining behaviour: it is dropped, any other is refused.
 GONE = {"optimizer.exact_fraction": 1.0}
@@ -84,6 +85,20 @@ def without_dropped(tables: Tables) -> Tables:
             if value == dropped:
                 found[section] = {each: table[each] for each in table if each != key}
     return found
+
+
+def with_heads(tables: Tables, default: bool | str) -> Tables:
+    """Return a config with its `optimizer.per_head`, which is `default` where it is not set.
+
+    "auto" is the default of some rules now. What an older run left lacks it, and had whole heads.
+    """
+    table = tables.get("optimizer")
+    if not (isinstance(table, dict) and isinstance(name := table.get("name"), str)):
+        return tables
+    rule = RULES.get(name)
+    if rule is None or rule.defaults.get("per_head") != "auto":
+        return tables
+    return {**tables, "optimizer": {"per_head": default, **table}}
 
 
 def check_gone(tables: Tables, source_of: Callable[[str], str]) -> None:

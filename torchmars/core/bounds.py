@@ -47,8 +47,18 @@ class Range(Bounds):
         return value
 
 
+class OneOfTwo(Bounds):
+    """Bounds of a value that is of one of two types."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return this check alone: pydantic's errors would name both types."""
+        return core_schema.no_info_plain_validator_function(self.check)
+
+
 @dataclass(frozen=True)
-class WordOrNumber(Bounds):
+class WordOrNumber(OneOfTwo):
     """Bounds of a value that is one of some words, or else a number of at least 1."""
 
     words: tuple[str, ...]
@@ -64,15 +74,9 @@ class WordOrNumber(Bounds):
             )
         return value
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Return this check alone: pydantic's errors would name both types."""
-        return core_schema.no_info_plain_validator_function(self.check)
-
 
 @dataclass(frozen=True)
-class WordOrFlag(Bounds):
+class WordOrFlag(OneOfTwo):
     """Bounds of a value that is a word, or else true or false."""
 
     word: str
@@ -82,12 +86,6 @@ class WordOrFlag(Bounds):
         if not isinstance(value, bool) and value != self.word:
             raise ValueError(f'must be true, false or "{self.word}", got {value!r}')
         return value
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Return this check alone: pydantic's errors would name both types."""
-        return core_schema.no_info_plain_validator_function(self.check)
 
 
 @dataclass(frozen=True)
