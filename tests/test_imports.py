@@ -31,7 +31,8 @@ from torchmars.training import trainer
 LAUNCHER = """
 from torchmars.commands import launch
 sources = launch.load_sources([sys.argv[1]], "test")
-launch.prepare(launch.config_of(sources), sources, 2, 1)
+config = launch.config_of(sources)
+launch.prepare(config, sources, launch.sizes_of(config, launch.Bounds(1, 1), 2))
 """
 
 

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
@@ -15,7 +15,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
-    RendezvousGracefulExitError,
     RendezvousStateError,
 )
 
@@ -35,6 +34,14 @@ from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE
 from torchmars.core.timers import done_in
 
 FALLOUTS = 3  # restarts in a row that others cause, without progress, beside those of ranks
+
+
+class EndedElsewhere(Exception):
+    """The run has ended on other machines, with an exit code, or else a failure, of its own."""
+
+    def __init__(self, code: int | None) -> None:
+        super().__init__()
+        self.code = code
 
 
 @dataclass
@@ -92,11 +99,13 @@ class Agent(LocalElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Start the ranks, and wait for their end.
 
-        Raises `RendezvousGracefulExitError` where the run has ended on other machines.
+        Raises `EndedElsewhere` where the run has ended on other machines.
         """
-        result = super().run(role)
+        result, meeting = super().run(role), self._worker_group.spec.rdzv_handler
         if result is None:  # torch's launcher does not expect that
-            raise RendezvousGracefulExitError
+            raise EndedElsewhere(cast(Membership, meeting).ended())
+        if isinstance(meeting, Membership) and not result.is_failed():
+            meeting.end(self.restarting.logs.exit_code() or 0)
         return result
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from torchmars.cluster.scheduler import CORES, VARIABLES, in_batch_job
+from torchmars.cluster.scheduler import CORES, VARIABLES, in_batch_job, number_of
+from torchmars.cluster.sizes import Bounds, read_bounds
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import check_writable
@@ -25,8 +26,8 @@ class Environment:
 
     NGPU: Annotated[int, Range(1, 1_000)] | None = None
     """Ranks on this machine. Default: one for each GPU, 2 on a machine without."""
-    NNODES: Annotated[int, Range(1, 100_000)] = 1
-    """Machines."""
+    NNODES: Bounds = Bounds(1, 1)
+    """Machines: a number, or MIN:MAX, between which it may change while the run goes on."""
     NODE_RANK: Annotated[int, Range(0, 100_000)] | None = None
     """Number of this machine. Default: found out."""
     RDZV_ENDPOINT: str | None = None
@@ -38,6 +39,8 @@ class Environment:
     """
     LOST_SECONDS: Annotated[int, Range(0, 86_400)] | None = None
     """Seconds of silence after which a machine is lost; 0: never. Default: by their number."""
+    JOIN_SECONDS: Annotated[int, Range(0, 86_400)] = 60
+    """Seconds from a change of the machines until those that come are taken in."""
     MAX_RESTARTS: Annotated[int, Range(0, 1_000_000)] = 0
     """Times that all ranks are started again after one has died, without progress between."""
     LOG_RANK: list[Annotated[int, Range(0, 1_000)]] = field(default_factory=lambda: [0])
@@ -50,22 +53,28 @@ class Environment:
 
         `nodes` is the one that says how many machines there are.
         """
-        if self.NNODES > 1 and not self.RDZV_ENDPOINT:
+        machines = self.NNODES.most
+        if machines > 1 and not self.RDZV_ENDPOINT:
             raise UserError(
                 f"{nodes} = {self.NNODES} needs RDZV_ENDPOINT=HOST:PORT, the same on "
                 "every machine, HOST being one of them"
             )
         if self.RDZV_ENDPOINT is not None:
             split_endpoint(self.RDZV_ENDPOINT)
-        if self.LOST_SECONDS and self.LOST_SECONDS < (least := lost_seconds(self.NNODES)):
+        if self.LOST_SECONDS and self.LOST_SECONDS < (least := lost_seconds(machines)):
             raise UserError(
                 f"LOST_SECONDS = {self.LOST_SECONDS} must be 0 or at least {least}: "
-                f"{self.NNODES} machines show every {beat_seconds(self.NNODES)} s that they live"
+                f"{machines} machines show every {beat_seconds(machines)} s that they live"
             )
-        if self.NODE_RANK is not None and self.NODE_RANK >= self.NNODES:
+        if self.NODE_RANK is not None and self.NNODES.elastic:
+            raise UserError(
+                f"NODE_RANK = {self.NODE_RANK} has no meaning with {nodes} = {self.NNODES}: unset "
+                "it, since machines that come and go have no fixed numbers"
+            )
+        if self.NODE_RANK is not None and self.NODE_RANK >= machines:
             raise UserError(
                 f"NODE_RANK = {self.NODE_RANK} must be less than {nodes} = "
-                f"{self.NNODES}: machines are numbered from 0"
+                f"{machines}: machines are numbered from 0"
             )
         if self.NGPU is not None:
             check_shown(self.LOG_RANK, self.NGPU)
@@ -79,11 +88,11 @@ class Environment:
 
     def start_seconds(self, ranks: int) -> int:
         """Return for how long machines with `ranks` ranks each wait for each other at the start."""
-        return self.RDZV_TIMEOUT or start_seconds(ranks * self.NNODES)
+        return self.RDZV_TIMEOUT or start_seconds(ranks * self.NNODES.most)
 
     def torchrun_options(self, ranks: int, job: str) -> list[str]:
         """Return torchrun's options for `ranks` ranks on this machine, for the run `job`."""
-        endpoint = self.RDZV_ENDPOINT if self.NNODES > 1 else "localhost:0"
+        endpoint = self.RDZV_ENDPOINT if self.NNODES.most > 1 else "localhost:0"
         seconds, shown = self.start_seconds(ranks), ",".join(map(str, self.LOG_RANK))
         lost = "" if self.LOST_SECONDS is None else f",lost_seconds={self.LOST_SECONDS}"
         return [
@@ -91,7 +100,8 @@ class Environment:
             f"--nproc-per-node={ranks}",
             f"--rdzv-id={job}",
             f"--rdzv-endpoint={endpoint}",
-            f"--rdzv-conf=join_timeout={seconds},read_timeout={seconds}{lost}",
+            f"--rdzv-conf=join_timeout={seconds},read_timeout={seconds}{lost},"
+            f"join_seconds={self.JOIN_SECONDS}",
             f"--max-restarts={self.MAX_RESTARTS}",
             f"--local-ranks-filter={shown}",
         ]
@@ -134,6 +144,13 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
         }
     )
     environment.check(sources["NNODES"])
+    most = environment.NNODES.most
+    nodes = number_of(variables, of_job["NNODES"], most) if of_job else most
+    if environment.NNODES.elastic and most > nodes:
+        raise UserError(
+            f"NNODES = {environment.NNODES} is more than the {nodes} nodes of this job: submit it "
+            f"with --nodes={most}, or lower NNODES"
+        )
     return environment
 
 
@@ -149,6 +166,8 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
         read: Any = value
     elif not value:
         raise UserError(f"{source} is empty: set it, or unset it for its default")
+    elif name == "NNODES":
+        return read_bounds(value, source)
     elif name == "RDZV_TOKEN":  # of any bytes, and no error repeats it
         return value
     elif name == "LOG_RANK":

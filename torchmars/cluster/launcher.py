@@ -18,7 +18,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousParameters,
     RendezvousStateError,
@@ -29,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args
 
 from torchmars.cluster import process, rendezvous
-from torchmars.cluster.agent import Agent, Restarts, failures_of
+from torchmars.cluster.agent import Agent, EndedElsewhere, Restarts, failures_of
 from torchmars.cluster.failures import Failure, Kind, first_failure, lost_machines
 from torchmars.cluster.logs import RankLogs, keep_apart
 from torchmars.cluster.scheduler import in_batch_job
@@ -88,10 +87,14 @@ def launch(
         failures = failures_of(error.failures, logs, hang, hang_seconds)
     except SignalException as error:
         code, by = 128 + error.sigval, error.sigval.name
-    except RendezvousGracefulExitError:
+    except EndedElsewhere as ended:
         logs.close()
-        say_error(f"the run has ended on other machines: {process.node()} had no place in it")
-        return EXIT_UNCONNECTED
+        text = f"the run has ended on other machines: {process.node()} had no place in it"
+        if ended.code is None:
+            say_error(text)
+            return EXIT_UNCONNECTED
+        say(*labelled("spare", text))
+        return ended.code
     except (RendezvousError, DistError) as error:
         lost = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
         refused = isinstance(error, RendezvousStateError)

@@ -17,6 +17,7 @@ from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
@@ -26,6 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
     RendezvousSettings,
+    RendezvousTimeout,
     _BackendRendezvousStateHolder,  # torch 2.11 to 2.13 have both
     _NodeDesc,
     create_handler,
@@ -34,6 +36,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torchmars.cluster import process
 from torchmars.cluster.environment import beat_seconds, lost_seconds
 from torchmars.cluster.failures import WAIT_SECONDS
+from torchmars.cluster.rounds import NOT_BY_TORCH, Rounds
 from torchmars.core.console import harmless
 
 LOOK_SECONDS = 2.0  # of a pause between looks at the beats that count: this machine may stand still
@@ -84,6 +87,11 @@ class Membership(DynamicRendezvousHandler):
     """The rendezvous of several machines. Overrides private methods of torch 2.11 to 2.13."""
 
     _state_holder: Beats
+    _op_executor: Rounds
+    join_seconds: int
+    """How long after a change of the machines those that come have to wait."""
+    begun = 0.0
+    """When the newest round began, by this machine's own clock."""
     members: frozenset[_NodeDesc] = frozenset()
     """The machines of the newest round that this one has been in."""
     round = ""
@@ -102,7 +110,11 @@ class Membership(DynamicRendezvousHandler):
             raise RendezvousTimeoutError(
                 f"{missing} did not come back in {seconds:g} s, nor another machine instead"
             ) from None
-        self.members = self._here()
+        except RendezvousClosedError:
+            if self._op_executor.spare:
+                raise RendezvousGracefulExitError from None
+            raise
+        self.members, self.begun = self._here(), time.monotonic()
         meeting = self._store.compare_set(self._key("meeting"), "", secrets.token_hex(8)).decode()
         if not re.fullmatch("[0-9a-f]{16}", meeting):
             raise RendezvousStateError("the meeting has no name of ours")
@@ -110,22 +122,27 @@ class Membership(DynamicRendezvousHandler):
         return info
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines wait, or have left this round or are lost: it has to end then.
+        """Return how many machines make this round end: they are lost, have left it, or may join.
 
         Raises `RendezvousClosedError` where the run has ended on them.
         """
-        waiting = super().num_nodes_waiting()
+        waiting, here = super().num_nodes_waiting(), len(self._here())
         gone = len(self.members - self._here())
         if gone and self._state_holder.state.closed:
             raise RendezvousClosedError("the run has ended on other machines")
-        return waiting or gone
+        may_grow = self._op_executor.largest(here + waiting) > here
+        if gone or not may_grow or time.monotonic() < self.begun + self.join_seconds:
+            return gone
+        return waiting
 
     def change(self) -> str:
         """Return why the machines meet again, in words."""
         if self.members and self._this_node not in self._here():
             return "the other machines go on without this one"
-        silent = self._names(self.members & self._state_holder.silent)
-        return f"{silent} fell silent" if silent else "those of another machine do"
+        if silent := self._names(self.members & self._state_holder.silent):
+            return f"{silent} fell silent"
+        new = self._names(frozenset(self._state_holder.state.wait_list) - self.members)
+        return f"{new} joins" if new else "those of another machine do"
 
     def others_act(self) -> Literal["close", "meet"] | None:
         """Wait for what other machines do after ranks here have lost a connection; None: nothing.
@@ -148,10 +165,25 @@ class Membership(DynamicRendezvousHandler):
         Ranks of this machine have failed of themselves. A round in which those of several machines
         do counts once.
         """
-        launch = self._store.add(self._key("launches"), 0)
         first = self._store.add(self._key(f"failed in round/{self.round}"), 1) == 1
-        failed = self._store.add(self._key(f"failed/{launch}/{step}"), int(first))
+        failed = self._store.add(self._key(f"failed/{self.launch}/{step}"), int(first))
         return max(0, most + 1 - failed)
+
+    def end(self, code: int) -> None:
+        """Tell machines that have no place in the run by which exit code it has ended."""
+        self._store.set(self._key(f"ended/{self.launch}"), str(code))
+
+    def ended(self) -> int | None:
+        """Return the exit code of a run that has ended on other machines; None: they failed."""
+        if not self._store.check([key := self._key(f"ended/{self.launch}")]):
+            return None
+        text = self._store.get(key).decode(errors="replace")
+        return int(text) if re.fullmatch("[0-9]{1,3}", text) else None
+
+    @property
+    def launch(self) -> int:
+        """How often a run was started at this store after another one there had ended."""
+        return int(self._store.add(self._key("launches"), 0))
 
     def _close(self) -> None:
         """Close the rendezvous, unless the others have a round without this machine."""
@@ -185,12 +217,20 @@ def meet(store: Store, backend: RendezvousBackend, parameters: RendezvousParamet
     """Return the rendezvous of several machines at `store`, whose state `backend` keeps."""
     made = create_handler(store, backend, parameters)
     machines = parameters.max_nodes
-    beat = beat_seconds(machines)
+    usable = [int(each) for each in parameters.get("usable", f"{machines}").split("/")]
+    beat, timeout = beat_seconds(machines), made.settings.timeout
     settings = replace(
         made.settings,
+        min_nodes=usable[0],
+        max_nodes=usable[-1],
+        timeout=RendezvousTimeout(timeout.join, NOT_BY_TORCH, timeout.close, timeout.heartbeat),
         keep_alive_interval=timedelta(seconds=beat),
         keep_alive_max_attempt=int(NEVER / beat),
     )
     seconds = parameters.get_as_int("lost_seconds", lost_seconds(machines)) or math.inf
     holder = Beats(backend, settings, made._this_node, seconds)
-    return Membership(made._this_node, settings, backend.name, store, holder)
+    meeting = Membership(made._this_node, settings, backend.name, store, holder)
+    meeting._op_executor = Rounds(made._this_node, holder, settings)
+    meeting._op_executor.usable = usable
+    meeting.join_seconds = int(parameters.get("join_seconds", 60))
+    return meeting

@@ -32,6 +32,7 @@ from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.signals import LAUNCHER, stopping
+from torchmars.cluster.sizes import Bounds, Sizes, read_bounds, sizes_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_of, is_set, load_sources, require_config
 from torchmars.config.toml_files import NamedTables
@@ -48,7 +49,6 @@ from torchmars.training.preparation import prepare_run
 SAVE_SECONDS = 3600
 
 
-Machines = Annotated[int, Range(1, 100_000)]
 Ranks = Annotated[int, Range(1, 1_000)]
 
 
@@ -74,9 +74,9 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
             ]
         )
         with refused_by_torchrun():
-            nodes = parse_min_max_nnodes(args.nnodes)[1]
+            machines = Bounds(*parse_min_max_nnodes(args.nnodes))
             ranks = determine_local_world_size(args.nproc_per_node)
-        make(Machines, nodes, name="--nnodes")
+        machines = read_bounds(str(machines), "--nnodes")
         make(Ranks, ranks, name="--nproc-per-node")
         option = "--local-ranks-filter"
         shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0", option))
@@ -85,14 +85,18 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         config = config_of(sources)
         require_config(args.training_script_args)
         keep_compiled_in(config.run.compile_cache)
+        args.sizes = sizes_of(config, machines, ranks)
         if not prepared:
-            prepare(config, sources, nodes * ranks, nodes)
+            prepare(config, sources, args.sizes)
+        if machines.elastic:  # microbatches that grow as ranks go might not fit
+            same = ["--training.microbatch_size", str(args.sizes.microbatch_size)]
+            args.training_script_args += same
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store: with
         # gloo every second restart fails (torch 2.11 to 2.13). And the launcher must not listen.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        announce(args, nodes, secret)
+        announce(args, secret)
         folder, deleted = config.run.path / "logs", partial(record_deletion, config.run.path)
         logs = RankLogs(folder, Path(scratch), shown, deleted)
         os.environ[EXIT_CODE_FILE] = str(logs.exit_code_file)
@@ -106,24 +110,26 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
     raise Ended(code if code >= 0 else 128 - code)
 
 
-def prepare(config: ResolvedConfig, sources: list[NamedTables], ranks: int, machines: int) -> None:
+def prepare(config: ResolvedConfig, sources: list[NamedTables], sizes: Sizes) -> None:
     """Make the preparations that need no ranks, once for all machines. Raises `UserError`.
 
     `sources` are the tables of the config.
     """
-    prepare_run(config, ranks, machines)
+    if sizes.asked.elastic:
+        say("\n".join(sizes.in_words()))
+    prepare_run(config, sizes.ranks, sizes.usable[-1])
     if not is_set(sources, "optimizer.lr"):
         for text in default_lr_warnings(config):
             say(*labelled("warning", text))
 
 
-def announce(args: argparse.Namespace, nodes: int, secret: str | None) -> None:
-    """Put where the launchers of `nodes` machines meet into torchrun's options.
+def announce(args: argparse.Namespace, secret: str | None) -> None:
+    """Put where the launchers of `args.sizes` machines meet into torchrun's options.
 
     Raises `UserError` if they cannot connect.
     """
     args.rendezvous = args.rdzv_endpoint  # as the user knows it
-    if nodes == 1:
+    if args.sizes.asked.most == 1:
         args.local_addr = "127.0.0.1"
         return
     if secret is None:
@@ -134,7 +140,10 @@ def announce(args: argparse.Namespace, nodes: int, secret: str | None) -> None:
         say(*labelled("warning", text), error=True)
     args.rdzv_endpoint, is_host, address = find_endpoint(args.rdzv_endpoint)
     args.local_addr = args.local_addr or address
-    args.rdzv_conf += "" if is_host is None else f",is_host={is_host}"
+    usable, ranks = "/".join(map(str, args.sizes.usable)), args.sizes.per_machine
+    options = [*filter(None, [args.rdzv_conf]), f"usable={usable}", f"per_machine={ranks}"]
+    options += [] if is_host is None else [f"is_host={is_host}"]
+    args.rdzv_conf = ",".join(options)
 
 
 def record_deletion(folder: Path, path: Path) -> None:

@@ -18,6 +18,7 @@ from torchmars.cluster.environment import (
     read_environment,
 )
 from torchmars.cluster.scheduler import JOB
+from torchmars.cluster.sizes import sizes_of
 from torchmars.config.load import config_of, load_sources, require_config
 from torchmars.core import console
 from torchmars.core.errors import UserError, exit_on_user_error
@@ -59,8 +60,8 @@ def main() -> None:
         from torchmars.commands import launch
 
         if options.prepare:
-            machines = environment.NNODES
-            return launch.prepare(config, sources, ranks * machines, machines)
+            sizes = sizes_of(config, environment.NNODES, ranks)
+            return launch.prepare(config, sources, sizes)
         own = ["--prepared"] if options.prepared else []
         torchrun = environment.torchrun_options(ranks, os.environ.get(JOB) or config.run.name)
         launch.main([*own, *torchrun, "-m", "torchmars.train", *rest], sources)

@@ -1,5 +1,6 @@
 """All of a run that needs no ranks: its data, and whether it can resume from its checkpoints."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchmars.checkpoint.folder import check_place, checkpoints
@@ -25,15 +26,18 @@ from torchmars.parallel.float8 import check_package
 from torchmars.storage import storage_of
 
 
-def prepare_run(config: ResolvedConfig, ranks: int, nodes: int) -> None:
+def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) -> None:
     """Prepare a run of `ranks` ranks on `nodes` machines, and print its data.
 
-    Raises `UserError` for anything that would end it at its start.
+    Where it may go on with other numbers of ranks, `ranks` has all of them, the most last. Raises
+    `UserError` for anything that would end it at its start.
     """
-    process.check_devices(ranks // nodes)
+    numbers = [ranks] if isinstance(ranks, int) else ranks
+    process.check_devices(numbers[-1] // nodes)
     vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     model = build_run_model(config, vocab_size)
-    check_layout(config, config.parallelism.degrees(ranks), model)
+    for number in numbers:
+        check_layout(config, config.parallelism.degrees(number), model)
     for text in untrained(config, model):
         say("\n".join(labelled("warning", text)))
     check_trackers(config.metrics)

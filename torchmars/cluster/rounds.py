@@ -1,0 +1,98 @@
+"""How the machines of an elastic run come together: when a round is formed, and of whom.
+
+torch judges both by clocks of different machines, and starts all machines that are there.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    _Action,  # torch 2.11 to 2.13 have all of these
+    _DistributedRendezvousOpExecutor,
+    _RendezvousContext,
+    _RendezvousJoinOp,
+)
+
+# How long the machines of a round wait for more of them to come back. torch looks once a second.
+REGROUP_SECONDS = 3.0
+MARGIN_SECONDS = 2.0  # before a machine's time to join is over, it can still form a round
+NOT_BY_TORCH = timedelta(days=10_000)  # until torch itself forms a round of fewer than all
+
+
+class Rounds(_DistributedRendezvousOpExecutor):
+    """Forms rounds of a usable number of machines. Overrides private methods of torch 2.11 to 2.13.
+
+    The first round waits for all machines that a run may have, as long as a machine may wait. The
+    others wait for `REGROUP_SECONDS`. Machines that are too many stay in the list of those that
+    wait; who was in the last round is the last to do so, since it has copies of the run.
+    """
+
+    usable: Sequence[int]
+    """The numbers of machines with which the run goes."""
+    last = -2
+    """The newest round that this machine has been in. The first of all has the number 0."""
+    spare = False
+    """Whether others go on without this machine, which waits."""
+    enough_since: float | None = None
+    """Since when there have been enough machines for a round, by this machine's own clock."""
+
+    def run(
+        self,
+        state_handler: Callable[[_RendezvousContext, float], _Action],
+        deadline: float,
+        update_deadline: Callable[[timedelta], float] | None = None,
+    ) -> None:
+        """See base class."""
+        decide: Any = state_handler
+        if isinstance(state_handler, _RendezvousJoinOp):
+            self.enough_since, self.deadline = None, deadline
+
+            def decide(context: _RendezvousContext, deadline: float) -> _Action:
+                return self._join(state_handler, context, deadline)
+
+        super().run(decide, deadline, update_deadline)
+
+    def _join(
+        self, torchs: _RendezvousJoinOp, context: _RendezvousContext, deadline: float
+    ) -> _Action:
+        """Return what this machine, which wants to be in a round, does next."""
+        state, now = context.state, time.monotonic()
+        here = context.node in state.participants
+        self.spare = state.complete and not here and state.round != self.last
+        if self.spare:  # as long as the others go on
+            self.deadline = now + self._settings.timeout.join.total_seconds()
+        deadline = max(deadline, self.deadline)
+        if state.complete and here:
+            self.last = state.round
+        if state.complete or state.closed or not (here and self.largest(len(state.participants))):
+            self.enough_since = None
+            return torchs(context, deadline)
+        self.enough_since = self.enough_since or now
+        over = deadline - MARGIN_SECONDS
+        if not self._is_new():
+            over = min(over, self.enough_since + REGROUP_SECONDS)
+        return _Action.MARK_RENDEZVOUS_COMPLETE if now >= over else torchs(context, deadline)
+
+    def largest(self, machines: int) -> int:
+        """Return with how many of so many machines the run goes; 0: with none."""
+        return max((each for each in self.usable if each <= machines), default=0)
+
+    def _is_new(self) -> bool:
+        """Return whether this machine was not in the round before the one that is formed."""
+        return self.last != self._state.round - 1
+
+    def _add_to_participants(self) -> None:
+        super()._add_to_participants()
+        if not self._state.complete:
+            self._state.participants[self._node] = int(self._is_new())
+
+    def _mark_rendezvous_complete(self) -> None:
+        state, order = self._state, self._state.participants
+        order[self._node] = int(self._is_new())  # torch may have just set 0
+        most = self.largest(len(order))
+        for spare in sorted(order, key=lambda node: (order[node], node))[most:]:
+            del order[spare]
+            state.wait_list.add(spare)
+        super()._mark_rendezvous_complete()

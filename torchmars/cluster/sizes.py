@@ -1,0 +1,118 @@
+"""How many machines a run may have, and with how many of them its layout and batch go.
+
+An elastic run, of `NNODES=MIN:MAX`, goes on when machines are lost, and takes in those that come.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchmars.config import ResolvedConfig
+from torchmars.core.console import labelled
+from torchmars.core.errors import UserError
+
+MOST = 100_000
+
+
+class Bounds(NamedTuple):
+    """The fewest and the most of what a run has: machines, or ranks."""
+
+    fewest: int
+    most: int
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number may change."""
+        return self.fewest < self.most
+
+    def __str__(self) -> str:
+        return f"{self.fewest}:{self.most}" if self.elastic else f"{self.most}"
+
+
+def read_bounds(text: str, source: str) -> Bounds:
+    """Return the number, or the bounds MIN:MAX, in the text of `source`. Raises `UserError`."""
+    fewest, colon, most = text.partition(":")
+    numbers = [fewest, most if colon else fewest]
+    if all(re.fullmatch("[0-9]{1,6}", each) for each in numbers):
+        bounds = Bounds(*map(int, numbers))
+        if 1 <= bounds.fewest <= bounds.most <= MOST:
+            return bounds
+    raise UserError(
+        f"{source} must be a whole number from 1 to {MOST}, or MIN:MAX of them as in 2:4, "
+        f"got {text!r}"
+    )
+
+
+class Sizes(NamedTuple):
+    """The numbers of machines with which a run goes, of those that it may have."""
+
+    asked: Bounds
+    usable: Sequence[int]
+    """Ascending. More machines are spares, which take the place of a lost one."""
+    per_machine: int
+    """Ranks of each."""
+    microbatch_size: int
+    """Sequences of a microbatch: the same for all usable numbers."""
+    whole_batch: int | None
+    """What training.global_batch_size must be a multiple of so that no machine is a spare; None
+    where the layout leaves some."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """The numbers of ranks of the usable numbers of machines."""
+        return [machines * self.per_machine for machines in self.usable]
+
+    def in_words(self) -> list[str]:
+        """Return lines that tell which numbers are usable."""
+        text = f"{any_of(self.usable)} machines: {any_of(self.ranks)} ranks"
+        above = range(self.usable[0], self.asked.most + 1)
+        odd = [each for each in above if each not in self.usable]
+        if odd:
+            fewer = max(each for each in self.usable if each < odd[0])
+            text += f"; {odd[0]} run as {fewer}, and the rest are spares"
+            if self.whole_batch is not None:
+                text += f": a multiple of {self.whole_batch} as training.global_batch_size uses all"
+        return labelled("elastic", f"{text}; microbatches of {self.microbatch_size}")
+
+
+def sizes_of(config: ResolvedConfig, asked: Bounds, per_machine: int) -> Sizes:
+    """Return with which of the `asked` numbers of machines a run goes.
+
+    Its layout makes their ranks, and its batch divides over them. Raises `UserError` where no
+    number is usable.
+    """
+    training, stages = config.training, config.parallelism.stages
+    numbers = range(asked.fewest, asked.most + 1)
+    data: dict[int, int] = {}  # ranks that read different data, by machines
+    shares: dict[int, int] = {}  # sequences of each of them, where the batch divides
+    for machines in numbers:
+        try:
+            data[machines] = config.parallelism.degrees(machines * per_machine).data
+            size, steps = training.microbatches(data[machines], stages)
+        except UserError as error:
+            reason = error
+            continue
+        shares[machines] = size * steps
+    if not shares and not asked.elastic:
+        raise reason
+    if not shares:
+        raise UserError(
+            f"no number of machines goes, of {asked} with {per_machine} ranks: {reason}"
+        )
+    common, least = math.gcd(*shares.values()), min(shares.values())
+    size = training.microbatch_size or max(
+        each for each in range(1, least // stages + 1) if common % each == 0
+    )
+    whole = math.lcm(*data.values()) * stages * (training.microbatch_size or 1)
+    return Sizes(
+        asked, sorted(shares), per_machine, size, whole if len(data) == len(numbers) else None
+    )
+
+
+def any_of(numbers: Sequence[int]) -> str:
+    """Return numbers as in "2, 3 or 4"; of many the first and the last."""
+    if len(numbers) > 8:
+        return f"{numbers[0]}, {numbers[1]}, ... or {numbers[-1]}"
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
