@@ -8,6 +8,7 @@ import shutil
 from collections import namedtuple
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,10 +17,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.checkpoint.test_memory import manifest
 from tests.support.damage import flip
 from tests.support.ranks import run_ranks
+from torchmars.checkpoint.memory import partner
 from torchmars.checkpoint.memory.copies import MemoryCopies
+from torchmars.checkpoint.memory.resharding import Resharding
 from torchmars.checkpoint.memory.shared_memory import MEMORY
 from torchmars.checkpoint.memory.slots import HEADERS, header_of
 from torchmars.config import Degrees
+from torchmars.core.errors import UserError
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.layout import Layout
 
@@ -56,6 +60,7 @@ def state(step):
 
 def opened(folder, machines, fewest=None):
     """The copies of this rank. `machines` has the letter of each rank's machine."""
+    partner.PIECE = 20  # bytes: most tensors are sent in several pieces
     rank = dist.get_rank()
     machine = Path(folder) / machines[rank]
     machine.mkdir(exist_ok=True)
@@ -172,6 +177,25 @@ def test_copies_of_before_make_room_once_they_are_read(tmp_path):
     lose(tmp_path, "c")
     assert run_ranks(without_room, 2, tmp_path, "ab") == [4, 4]
     assert not files_of(tmp_path, 3)
+
+
+def without_memory(folder, machines):
+    """Rank 1 has no memory for its tensors."""
+
+    def refuse(_):
+        raise RuntimeError("you tried to allocate 12 bytes")
+
+    if dist.get_rank() == 1:
+        Resharding.reserve = refuse
+    with pytest.raises(UserError) as told:
+        opened(folder, machines).newest(0)
+    return str(told.value)
+
+
+def test_a_rank_without_memory_is_told_on_all_ranks(tmp_path):
+    run(tmp_path, "abc", [1])
+    first, second = run_ranks(without_memory, 2, tmp_path, "ab")
+    assert first == second and first.startswith("rank 1 on ") and "allocate" in first
 
 
 def told_of_room(folder, fewest, free):

@@ -28,7 +28,7 @@ from torchmars.checkpoint.memory.slots import (
     Slot,
     headers_in,
     kinds_of,
-    name_of,
+    prefix_of,
     read_header,
     size_of,
     slots_of,
@@ -70,8 +70,8 @@ class MemoryCopies:
         self.machine = machines[here]
         self.partner = partner_of(layout, machines)
         kept = [*self.machine, *(machines[here - 1] if self.partner else [])]
-        self.names = tuple(name_of(rank, layout.world.size) for rank in kept)
-        """The beginnings of the names of all files on this machine that are in use."""
+        self.prefixes = tuple(prefix_of(rank, layout.world.size) for rank in kept)
+        """What the names of files in use on this machine begin with."""
         self.in_background = self.on_gpu or self.partner is not None
         """Whether a copy is still made, or on its way, when `keep` returns."""
         self.thread: threading.Thread | None = None
@@ -87,7 +87,7 @@ class MemoryCopies:
         try:
             self._reserve_on_all()
         except UserError:  # those of another number of ranks may take the room: first they are read
-            if not layout.exchange_flags(any(self._leftovers())).result()[0]:
+            if layout.agree(self._told(lambda: not self._leftovers())):
                 raise
         if fewest is not None and fewest < layout.world.size:
             self._warn_if_short(fewest)
@@ -133,7 +133,7 @@ class MemoryCopies:
     def _leftovers(self) -> list[Path]:
         """Return the files of copies on this machine that none of its ranks makes or keeps."""
         files = self.folder.glob("rank-*")
-        return [file for file in files if not file.name.startswith(self.names)]
+        return [file for file in files if not file.name.startswith(self.prefixes)]
 
     def _delete_leftovers(self) -> None:
         for file in self._leftovers():

@@ -62,9 +62,9 @@ class Resharding:
         Of replicas the nearest is taken.
         """
         rank, size = self.layout.world.rank, self.layout.world.size
-        sources: dict[tuple[str, Box], tuple[bool, int, int, int]] = {}
+        sources: dict[tuple[str, Box], tuple[bool, int, int]] = {}
         for part, holder in enumerate(self.holders):
-            near = holder not in self.machine, (rank - holder) % size, holder, part
+            near = holder not in self.machine, (rank - holder) % size, part
             kinds, _ = self.held.get(part, ({}, {}))
             for kind in self.layout.broadcast([*kinds.values()], holder):
                 wanted = self.wanted.get(kind.name)
@@ -74,8 +74,8 @@ class Resharding:
                 if volume(common):
                     key = kind.name, common
                     sources[key] = min(sources.get(key, near), near)
-        for (name, box), (*_, holder, part) in sources.items():
-            self.wishes[holder].append(Wish(part, name, box))
+        for (name, box), (*_, part) in sources.items():
+            self.wishes[self.holders[part]].append(Wish(part, name, box))
 
     def reserve(self) -> bool:
         """Take the memory for the tensors; return whether the parts have all of each."""
@@ -93,13 +93,12 @@ class Resharding:
         none waits for one that waits for it.
         """
         layout, rank, size = self.layout, self.layout.world.rank, self.layout.world.size
-        texts = [
-            pickle.dumps(self.wishes[each]) if self.wishes[each] else b"" for each in range(size)
-        ]
+        wishes = [self.wishes[each] for each in range(size)]
+        texts = [pickle.dumps(each) if each else b"" for each in wishes]
         lengths = torch.tensor([len(text) for text in texts])
         asked = [torch.empty_like(lengths) for _ in range(size)]
         dist.all_gather(asked, lengths, group=layout.control)
-        for wish in self.wishes[rank]:
+        for wish in wishes[rank]:
             self._place(wish).copy_(self._piece(wish))
         for shift in range(1, size):
             giver, taker = (rank - shift) % size, (rank + shift) % size
@@ -107,21 +106,21 @@ class Resharding:
             own = torch.tensor(bytearray(texts[giver]), dtype=torch.uint8)
             swap(own, giver, text, taker, layout.control)
             others = pickle.loads(text.numpy().tobytes()) if len(text) else []
-            for wish, other in zip_longest(self.wishes[giver], others):
-                given = bytes_of(self._piece(other)) if other else text[:0]
+            for wish, other in zip_longest(wishes[giver], others):
+                given = flat_bytes(self._piece(other)) if other else text[:0]
                 place = self._place(wish) if wish else text[:0]
                 taken = torch.empty_like(place, memory_format=torch.contiguous_format)
-                swap(given, taker, bytes_of(taken), giver, layout.control)
+                swap(given, taker, flat_bytes(taken), giver, layout.control)
                 place.copy_(taken)
 
     def _piece(self, wish: Wish) -> Tensor:
         """Return what a rank asks for of a part that this one holds."""
         kinds, parts = self.held[wish.part]
-        return cut(parts[wish.name], kinds[wish.name].box, wish.box)
+        return inside(parts[wish.name], kinds[wish.name].box, wish.box)
 
     def _place(self, wish: Wish) -> Tensor:
         """Return where the answer to a wish of this rank belongs."""
-        return cut(self.parts[wish.name], self.wanted[wish.name].box, wish.box)
+        return inside(self.parts[wish.name], self.wanted[wish.name].box, wish.box)
 
 
 def overlap(one: Box, other: Box) -> Box:
@@ -134,11 +133,11 @@ def volume(box: Box) -> int:
     return math.prod(end - begin for begin, end in box)
 
 
-def cut(part: Tensor, box: Box, inner: Box) -> Tensor:
+def inside(part: Tensor, box: Box, inner: Box) -> Tensor:
     """Return the elements of a box inside of the `box` whose elements are `part`."""
     return part[tuple(slice(b - first, e - first) for (b, e), (first, _) in zip(inner, box))]
 
 
-def bytes_of(piece: Tensor) -> Tensor:
+def flat_bytes(piece: Tensor) -> Tensor:
     """Return the bytes of a tensor, without a copy where it is contiguous."""
     return piece.contiguous().view(-1).view(torch.uint8)

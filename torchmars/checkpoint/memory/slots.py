@@ -114,7 +114,7 @@ def header_of(content: bytes) -> Header:
     return COPY_FORMAT.read(PurePath("header"), Header, lambda _: io.BytesIO(content))
 
 
-def name_of(rank: int, ranks: int) -> str:
+def prefix_of(rank: int, ranks: int) -> str:
     """Return what the names of the files with copies of a rank begin with."""
     return f"rank-{rank:05d}-of-{ranks:05d}-"
 
@@ -127,7 +127,7 @@ class Slot:
 
         Slots of another number of ranks stay.
         """
-        self.data = folder / f"{name_of(rank, ranks)}{number}"
+        self.data = folder / f"{prefix_of(rank, ranks)}{number}"
         self.file = self.data.with_suffix(".json")
         if not self.data.exists() or self.data.stat().st_size != size:
             self.drop()
@@ -165,7 +165,7 @@ def read_header(file: Path) -> Header | None:
         header = COPY_FORMAT.read(file, Header)
     except (OSError, ValueError, UserError):  # it is gone, damaged, or of another version
         return None
-    return header if file.name.startswith(name_of(header.rank, header.ranks)) else None
+    return header if file.name.startswith(prefix_of(header.rank, header.ranks)) else None
 
 
 def headers_in(folder: Path) -> Iterator[tuple[Path, Header]]:
