@@ -2,7 +2,7 @@
 
 Each rank keeps the last two copies of its part. Where there are several machines, it also keeps
 those of a rank of the machine before, so that the run survives the loss of a machine. Another
-number of ranks can read them too. They stay until the first copy of those is complete.
+number of ranks can read them too. They stay until the first copy of the new ranks is complete.
 """
 
 import shutil
@@ -86,7 +86,7 @@ class MemoryCopies:
         layout.on_all(self._told(self._open))
         try:
             self._reserve_on_all()
-        except UserError:  # those of another number of ranks may take the room: first they are read
+        except UserError:  # copies of other ranks may take the room: they are read first
             if layout.agree(self._told(lambda: not self._leftovers())):
                 raise
         if fewest is not None and fewest < layout.world.size:
