@@ -35,15 +35,24 @@ NEEDED = {
 
 
 def test_the_newest_copy_of_which_all_parts_are_there_is_chosen():
-    old, new, other = Key(3, "a"), Key(4, "a"), Key(9, "b")
+    old, new, other = Key(3, "a", 2), Key(4, "a", 2), Key(9, "b", 2)
     here = [(old, 0), (old, 1), (new, 0), (new, 1), (other, 0)]
     assert choose_copy([here, here], least=0) == (new, [0, 1])
     assert choose_copy([here, here], least=5) is None
     assert choose_copy([[(new, 0), (old, 0)], [(old, 1)]], least=0) == (old, [0, 1])
     assert choose_copy([[], []], least=0) is None
     # Two machines of two ranks: the second one is new, the first one has copies of its ranks.
+    new = Key(4, "a", 4)
     first = [(new, 0), (new, 1), (new, 2), (new, 3), (old, 0)]
-    assert choose_copy([first, first, [], []], least=0) == (new, [0, 1, 0, 0])
+    assert choose_copy([first, first, [], []], least=0) == (new, [0, 1, 0, 1])
+    # Another number of ranks: the newest step wins, of two of a step that of as many ranks.
+    more, fewer = (
+        [(Key(4, "b", 3), rank) for rank in range(3)],
+        [(Key(4, "a", 2), 0), (Key(4, "a", 2), 1)],
+    )
+    assert choose_copy([more, more], least=0) == (Key(4, "b", 3), [0, 1, 0])
+    assert choose_copy([[*more, *fewer], []], least=0) == (Key(4, "a", 2), [0, 0])
+    assert choose_copy([more[:2], fewer[:1]], least=0) is None
 
 
 def state(step, rank, layout):
@@ -127,7 +136,8 @@ def test_a_machine_that_is_replaced_gets_its_copies_from_the_other_one(tmp_path)
     assert run_ranks(found, 4, tmp_path, 2) == [None] * 4
 
 
-def test_another_number_of_ranks_or_other_tensors_have_no_use_for_copies(tmp_path):
+def test_other_tensors_have_no_use_for_copies(tmp_path):
+    """Of another number of ranks, by the parts of one of which each rank has a size of its own."""
     run_ranks(kept, 2, tmp_path, 2, [1])
     assert run_ranks(found, 3, tmp_path, 3) == [None] * 3
 
@@ -222,23 +232,25 @@ def damages_of(whole):
     for place in range(0, len(whole), 37):
         yield whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
     yield from (whole + b"x", b"\0" * len(whole), b"[]", b"null", b"1e999", b"[" * 10**5, b"\xff")
-    yield whole.replace(b"copy-1", b"copy-2")
+    yield whole.replace(b"copy-2", b"copy-3")
     yield slots.FORMAT.text({}).encode()  # of a manifest
     yield slots.COPY_FORMAT.text({"step": 1}).encode()
     yield slots.COPY_FORMAT.text({"step": "1", "start": 3}).encode()
 
 
 def test_a_damaged_header_is_no_copy(tmp_path):
-    slot = slots.Slot(tmp_path, 0, 0, 64)
-    header = slots.Header(1, "a", 0, 1, "manifest", [slots.TensorKind("w", "float32", [4, 4])], 0)
+    slot = slots.Slot(tmp_path, 0, 1, 0, 64)
+    header = slots.Header(
+        1, "a", 0, 1, "manifest", [slots.TensorKind("w", "float32", ((2, 6), (0, 4)))], 0
+    )
     slot.complete(header)
-    assert slot.header() == header and slots.find(tmp_path, 0, header.key)
+    assert slot.header() == header and slots.slots_of(tmp_path, header.key)
     whole = slot.file.read_bytes()
     for damaged in damages_of(whole):
         slot.file.write_bytes(damaged)
         assert slot.header() is None and not list(slots.headers_in(tmp_path)), damaged[:100]
     slot.file.write_bytes(whole)
-    slot.file.rename(tmp_path / "rank-00001-0.json")  # of another rank, by its name
+    slot.file.rename(tmp_path / "rank-00001-of-00001-0.json")  # of another rank, by its name
     assert not list(slots.headers_in(tmp_path))
     slot.file.write_bytes(whole)
     slot.data.write_bytes(b"x" * 63)

@@ -44,5 +44,5 @@ def sealed(entries: dict[str, Any]) -> str:
 
 def spoil(folder: Path, name: str, number: int) -> None:
     """Change a bit of one of the two copies in memory of a rank."""
-    (file,) = folder.rglob(f"{name}-{number}")
+    (file,) = folder.rglob(f"{name}-of-*-{number}")
     flip(file, 4 * file.stat().st_size)

@@ -105,16 +105,24 @@ def seed_rng(*what: int) -> None:
 
 def load_copy(
     parts: Mapping[str, Tensor],
+    manifest: CheckpointManifest,
     layout: Layout,
     model: ParallelModel,
     optimizer: MARS,
     average: Mapping[str, Tensor],
 ) -> None:
-    """Load this rank's `parts`, by name, of a state that was saved on this layout."""
+    """Load this rank's `parts`, by name, of a state. `manifest` has the rest of it.
+
+    The random number generators are seeded again where their state is not among the parts.
+    """
     state = training_state(layout, model, optimizer, average)
+    state = {
+        name: value for name, value in state.items() if name in parts or not name.startswith("rng.")
+    }
     for name, tensor in state.items():
         local_part(tensor).copy_(parts[name])
     model.follow_weights()
+    seed_rng(manifest.config["run"]["seed"], manifest.step, layout.world.rank)
     set_rng_state(state)
 
 

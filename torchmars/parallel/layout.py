@@ -133,12 +133,12 @@ class Layout:
         if (first := int(failed)) == size:
             return
         told: Exception = RuntimeError(f"rank {rank}: {failure!r}")
-        told = self._broadcast(failure if isinstance(failure, UserError) else told, first)
+        told = self.broadcast(failure if isinstance(failure, UserError) else told, first)
         raise failure or told
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank; return its result, or raise its error, on every rank."""
-        return self._broadcast(cast(T, self.only_first(work)), 0)
+        return self.broadcast(cast(T, self.only_first(work)), 0)
 
     def only_first(self, work: Callable[[], T]) -> T | None:
         """Run `work` on the first rank, which alone gets its result; raise its error on all."""
@@ -163,7 +163,7 @@ class Layout:
         self.on_all(lambda: unable.append(not able()))
         return not self.exchange_flags(*unable).result()[0]
 
-    def _broadcast(self, value: T, rank: int) -> T:
+    def broadcast(self, value: T, rank: int) -> T:
         """Return the `value` of a rank on every rank."""
         values = [value]
         dist.broadcast_object_list(values, group=self.control, group_src=rank)

@@ -133,7 +133,9 @@ class Checkpointer:
         manifest, parts = copy
         name = PurePath("the copy in memory")
         changes = self._check_same_run(name, manifest)
-        state_dict.load_copy(parts, self.layout, self.model, self.optimizer, self.averages)
+        state_dict.load_copy(
+            parts, manifest, self.layout, self.model, self.optimizer, self.averages
+        )
         return self._resumed(name, manifest, changes)
 
     def load_newest(self) -> Resumed | None:

@@ -1,9 +1,11 @@
 """Copies of a run in the memory of its launchers: ranks that start again resume from them.
 
 Each rank keeps the last two copies of its part. Where there are several machines, it also keeps
-those of a rank of the machine before, so that the run survives the loss of a machine.
+those of a rank of the machine before, so that the run survives the loss of a machine. Another
+number of ranks can read them too. They stay until the first copy of the new ranks is complete.
 """
 
+import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,18 +17,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.memory import OPTION
 from torchmars.checkpoint.memory.partner import PIECE, partner_of
+from torchmars.checkpoint.memory.resharding import Resharding
 from torchmars.checkpoint.memory.shared_memory import LOCK, PLACE, memory_of_launcher
 from torchmars.checkpoint.memory.slots import (
     HEADERS,
     Header,
     Key,
     Slot,
-    find,
     headers_in,
     kinds_of,
+    prefix_of,
     read_header,
     size_of,
+    slots_of,
     views,
 )
 from torchmars.checkpoint.staging import Staging
@@ -39,6 +44,7 @@ from torchmars.parallel.layout import Layout
 
 GENERATIONS = 2
 T = TypeVar("T")
+Copy = tuple[CheckpointManifest, dict[str, Tensor]]
 
 
 class MemoryCopies:
@@ -48,54 +54,108 @@ class MemoryCopies:
     written or read: the run then continues without copies.
     """
 
-    def __init__(self, layout: Layout, state: dict[str, Tensor]) -> None:
+    def __init__(self, layout: Layout, state: dict[str, Tensor], fewest: int | None = None) -> None:
         """Take the memory for copies of tensors such as `state`, by name.
 
-        Raises `UserError` on every rank where there is too little.
+        `fewest` is the smallest number of ranks that the run may have; None if it is fixed. A line
+        says where the memory does not suffice for that. Raises `UserError` on every rank where
+        there is too little.
         """
         self.layout, self.rank = layout, layout.world.rank
-        self.kinds, self.staging = kinds_of(local_parts(state)), Staging(layout.device)
+        self.kinds, self.staging = kinds_of(state), Staging(layout.device)
         self.on_gpu = is_gpu(layout.device.type)
         self.start = layout.on_first(lambda: token_hex(8))
-        self.partner = partner_of(layout)
+        machines = layout.machines(process.local_rank())
+        here = next(number for number, ranks in enumerate(machines) if self.rank in ranks)
+        self.machine = machines[here]
+        self.partner = partner_of(layout, machines)
+        kept = [*self.machine, *(machines[here - 1] if self.partner else [])]
+        self.prefixes = tuple(prefix_of(rank, layout.world.size) for rank in kept)
+        """What the names of files in use on this machine begin with."""
         self.in_background = self.on_gpu or self.partner is not None
         """Whether a copy is still made, or on its way, when `keep` returns."""
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
-        size = size_of(self.kinds)
-        other = self.partner.swap_number(size) if self.partner else 0
+        self.size = size_of(self.kinds)
+        self.other = self.partner.swap_number(self.size) if self.partner else 0
         self.folder: Path
         self.own: list[Slot] = []
         self.others: list[Slot] = []
-        layout.on_all(self._told(lambda: self._reserve(size, other)))
+        self.reserved = self.made = False
+        """Whether all ranks have their slots, and whether they have made a copy since the start."""
+        layout.on_all(self._told(self._open))
+        try:
+            self._reserve_on_all()
+        except UserError:  # copies of other ranks may take the room: they are read first
+            if layout.agree(self._told(lambda: not self._leftovers())):
+                raise
+        if fewest is not None and fewest < layout.world.size:
+            self._warn_if_short(fewest)
 
-    def _reserve(self, size: int, other: int) -> None:
-        """Take the memory for copies of `size` bytes of this rank, and of `other` of its partner.
-
-        Raises `UserError` if there is too little.
-        """
+    def _open(self) -> None:
+        """Find the folder of the copies. Raises `UserError` if there is none."""
         folder = memory_of_launcher()
         if folder is None:
             raise UserError("only torchmars train and launch have memory for them")
         self.folder = folder
         # A launcher deletes what others have left, but not what ranks that outlive theirs hold.
         lock(folder / f"{LOCK}-{self.rank:05d}", "using it")
+
+    def _reserve_on_all(self) -> None:
+        """Take the memory for copies on every rank. Raises `UserError` if there is too little."""
+        self.layout.on_all(self._told(self._reserve))
+        self.reserved = True
+
+    def _reserve(self) -> None:
+        """Take the memory for copies of this rank and of its partner, unless it has it."""
+        if self.own:
+            return
+        ranks = self.layout.world.size
         try:
             for number in range(GENERATIONS):
-                self.own.append(Slot(folder, self.rank, number, size))
+                self.own.append(Slot(self.folder, self.rank, ranks, number, self.size))
                 if self.partner:
-                    self.others.append(Slot(folder, self.partner.source, number, other))
+                    source = self.partner.source
+                    self.others.append(Slot(self.folder, source, ranks, number, self.other))
         except OSError as error:
             for slot in (*self.own, *self.others):
                 slot.data.unlink(missing_ok=True)
-            needed = GENERATIONS * (size + other) / 2**20
+            self.own, self.others = [], []
+            needed = GENERATIONS * (self.size + self.other) / 2**20
             raise UserError(
                 f"rank {self.rank} needs {needed:,.0f} MiB of {PLACE} on {process.node()} "
                 f"({error.strerror})"
             ) from None
         if self.on_gpu:  # pinned, so that the device copies to it while the host goes on
             for slot in self.own:
-                pin(slot.memory, size, self.layout.device.type)
+                pin(slot.memory, self.size, self.layout.device.type)
+
+    def _leftovers(self) -> list[Path]:
+        """Return the files of copies on this machine that none of its ranks makes or keeps."""
+        files = self.folder.glob("rank-*")
+        return [file for file in files if not file.name.startswith(self.prefixes)]
+
+    def _delete_leftovers(self) -> None:
+        for file in self._leftovers():
+            file.unlink(missing_ok=True)
+
+    def _warn_if_short(self, fewest: int) -> None:
+        """Say which machine has no room for these copies and those of `fewest` ranks at once."""
+        growth, alone = self.layout.world.size / fewest, fewest <= len(self.machine)
+
+        def missing() -> tuple[float, str]:
+            """Return how many MiB this machine lacks, and its name."""
+            needed = self.size + self.other + growth * (self.size + self.other * (not alone))
+            there = sum(file.stat().st_size for file in self.folder.glob("rank-*-[0-9]"))
+            there += shutil.disk_usage(self.folder).free
+            return (GENERATIONS * len(self.machine) * needed - there) / 2**20, process.node()
+
+        mib, node = max(self.layout.gather(self._told(missing)), default=(0.0, ""))
+        if mib > 0:
+            self.layout.say(
+                f"warning: {OPTION}: a change to {fewest} ranks lacks {mib:,.0f} MiB of {PLACE} on "
+                f"{node} for its copies beside these: a loss soon after it costs more steps"
+            )
 
     def _told(self, work: Callable[[], T]) -> Callable[[], T]:
         """Return `work` with a `UserError` instead of errors of the system and of the network."""
@@ -116,6 +176,12 @@ class MemoryCopies:
         """
         # The copy before must be complete on all ranks before any rank gives up an older one.
         self.layout.on_all(self._told(self._wait))
+        if self.made:
+            self._try(self._delete_leftovers)
+        elif not self.reserved:
+            self.layout.on_all(self._told(self._delete_leftovers))
+            self._reserve_on_all()
+        self.made = True
         slot = oldest(self.own)
         copied = self.staging.fill(views(slot.memory, self.kinds), local_parts(state))
 
@@ -166,40 +232,70 @@ class MemoryCopies:
         """Let the change of weights and state that comes wait for the copies of them."""
         self.staging.before_change()
 
-    def newest(self, least: int) -> tuple[CheckpointManifest, dict[str, Tensor]] | None:
+    def newest(self, least: int) -> Copy | None:
         """Return the newest copy of which all parts are there, unless it is of less than `least`.
 
-        It is its manifest and, by name, this rank's part of each tensor. Copies that are damaged
-        are told and dropped, and so are all others.
+        It is its manifest and, by name, this rank's part of each tensor. If other ranks made it,
+        the state of their generators is not in it. Copies that are damaged are told and dropped,
+        and so are all others.
         """
-        offers = self.layout.gather(self._told(self._offers))
+        offers = self.layout.gather(
+            self._told(lambda: [(each.key, each.rank) for _, each in headers_in(self.folder)])
+        )
         choice = self.layout.on_first(lambda: choose_copy(offers, least))
         if choice is None:
             self.drop()
             return None
         key, holders = choice
-        if not self.layout.agree(self._told(lambda: self._fetch(key, holders))):
+        same = key.ranks == self.layout.world.size and self.reserved
+        copy = self._own_part(key, holders) if same else self._resharded(key, holders)
+        if copy is None:
             self.layout.say(f"warning: the copy of step {key.step} in memory is damaged")
             return self.newest(least)
-        found = find(self.folder, self.rank, key)
-        assert found is not None  # it was fetched
-        slot, header = found
         self.layout.on_all(self._told(lambda: self._drop_all_but(key)))
+        return copy
+
+    def _own_part(self, key: Key, holders: Sequence[int]) -> Copy | None:
+        """Return the copy `key`, which as many ranks made. None if a part of it is damaged."""
+        if not self.layout.agree(self._told(lambda: self._fetch(key, holders))):
+            return None
+        slot, header = slots_of(self.folder, key)[self.rank]
         return header.read_manifest(), views(slot.memory, self.kinds)
+
+    def _resharded(self, key: Key, holders: Sequence[int]) -> Copy | None:
+        """Return the copy `key` of any ranks, in memory of its own. None if it is of no use.
+
+        What is damaged is dropped by the rank that holds it. All copies are dropped where they are
+        of other tensors.
+        """
+        held: dict[int, tuple[Slot, Header]] = {}
+
+        def hold() -> bool:
+            found = slots_of(self.folder, key)
+            held.update({part: found[part] for part in found if holders[part] == self.rank})
+            bad = [slot for slot, header in held.values() if header.crc32 != slot.crc32()]
+            for slot in bad:
+                slot.drop()
+            return not bad
+
+        if not self.layout.agree(self._told(hold)):
+            return None
+        same = key.ranks == self.layout.world.size
+        wanted = [kind for kind in self.kinds if same or not kind.name.startswith("rng.")]
+        work = Resharding(self.layout, self.machine, holders, held, wanted)
+        self.layout.on_all(self._told(work.learn))
+        if not self.layout.agree(self._told(work.reserve)):
+            self.drop()
+            return None
+        self.layout.on_all(self._told(work.exchange))
+        header = self.layout.broadcast(held[0][1] if 0 in held else None, holders[0])
+        assert header is not None  # its holder has it
+        return header.read_manifest(), work.parts
 
     def drop(self) -> None:
         """Drop all copies: the run goes back to a checkpoint."""
         self.layout.on_all(self._told(self._wait))
         self.layout.on_all(self._told(lambda: self._drop_all_but(None)))
-
-    def _offers(self) -> list[tuple[Key, int]]:
-        """Return which copies this machine has, each with the rank whose part it is."""
-        ranks = self.layout.world.size
-        return [
-            (header.key, header.rank)
-            for _, header in headers_in(self.folder)
-            if header.ranks == ranks
-        ]
 
     def _fetch(self, key: Key, holders: Sequence[int]) -> bool:
         """Let each rank have its part of the copy `key`, from the ranks that hold them.
@@ -211,7 +307,7 @@ class MemoryCopies:
                 self._give(key, rank)
             elif holder != rank and self.rank == rank:
                 self._take(holder)
-        found = find(self.folder, self.rank, key)
+        found = slots_of(self.folder, key).get(self.rank)
         if found is None:
             return False
         slot, header = found
@@ -224,7 +320,7 @@ class MemoryCopies:
         """Send the part of another rank that lies on this machine, if it is good."""
         good = False
         try:
-            found = find(self.folder, rank, key)
+            found = slots_of(self.folder, key).get(rank)
             good = found is not None and found[1].crc32 == found[0].crc32()
         finally:  # the rank waits
             if not good:
@@ -262,19 +358,21 @@ class MemoryCopies:
 def choose_copy(offers: list[list[tuple[Key, int]]], least: int) -> tuple[Key, list[int]] | None:
     """Return the newest copy of which all parts are offered, and the rank that holds each part.
 
-    `offers` has for each rank the copies on its machine, each with the rank whose part it is. None
-    where there is no whole copy of step `least` or a later one.
+    `offers` has for each rank the copies on its machine, each with the rank whose part it is. Of
+    two of a step that of as many ranks is chosen. None where there is no whole copy of step `least`
+    or a later one.
     """
-    holders: dict[Key, dict[int, int]] = defaultdict(dict)
+    found: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for holder, offered in enumerate(offers):
         for key, rank in offered:
-            if holder == rank or rank not in holders[key]:
-                holders[key][rank] = holder
-    whole = [key for key, by in holders.items() if len(by) == len(offers) and key.step >= least]
+            found[key][rank].append(holder)
+    whole = [key for key, by in found.items() if len(by) == key.ranks and key.step >= least]
     if not whole:
         return None
-    key = max(whole)
-    return key, [holders[key][rank] for rank in range(len(offers))]
+    key = max(whole, key=lambda key: (key.step, key.ranks == len(offers), key))
+    parts = sorted(found[key].items())
+    # The ranks of a machine share the work.
+    return key, [part if part in by else by[part % len(by)] for part, by in parts]
 
 
 def oldest(slots: Sequence[Slot]) -> Slot:

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from torchmars.checkpoint.memory import OPTION
 from torchmars.checkpoint.memory.slots import Slot, header_of
-from torchmars.cluster import process
 from torchmars.parallel.layout import Layout
 
 PIECE = 2**26  # bytes that are sent at a time
@@ -50,20 +49,30 @@ class Partner:
                 other.complete(taken)
 
     def _swap(self, given: Tensor, taken: Tensor) -> None:
-        works = [
-            dist.isend(piece, self.keeper, group=self.group) for piece in given.split(PIECE)
-        ] + [dist.irecv(piece, self.source, group=self.group) for piece in taken.split(PIECE)]
-        for work in works:
-            if work is not None:
-                work.wait()
+        swap(given, self.keeper, taken, self.source, self.group)
 
 
-def partner_of(layout: Layout) -> Partner | None:
+def swap(given: Tensor, to: int, taken: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Send bytes to a rank, and fill others with those of a source, in pieces of `PIECE`.
+
+    Nothing is sent of no bytes.
+    """
+    pieces = [piece for piece in given.split(PIECE) if len(piece)]
+    works = [dist.isend(piece, to, group=group) for piece in pieces]
+    pieces = [piece for piece in taken.split(PIECE) if len(piece)]
+    works += [dist.irecv(piece, source, group=group) for piece in pieces]
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def partner_of(layout: Layout, machines: list[list[int]]) -> Partner | None:
     """Return the partner of this rank; None on a machine alone. Called by every rank.
 
-    Where machines have different numbers of ranks there is none, and a line says so.
+    `machines` are the ranks of each. Where these are not as many on all there is none, and a line
+    says so.
     """
-    machines, rank = layout.machines(process.local_rank()), layout.world.rank
+    rank = layout.world.rank
     if len(machines) == 1:
         return None
     if len({len(ranks) for ranks in machines}) > 1:

@@ -15,10 +15,12 @@ from torch import Tensor
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
+from torchmars.optim.matrices.shapes import Interval
+from torchmars.optim.tensors import local_intervals
 
-COPY_FORMAT = Format("torchmars-copy", 1, "the run resumes from its checkpoint")
+COPY_FORMAT = Format("torchmars-copy", 2, "the run resumes from its checkpoint")
 ALIGNMENT = 64  # bytes
-HEADERS = "rank-*-[0-9].json"
+HEADERS = "rank-*-of-*-[0-9].json"
 
 
 class Key(NamedTuple):
@@ -27,27 +29,34 @@ class Key(NamedTuple):
     step: int
     start: str
     """A random name of the start of the ranks that made it."""
+    ranks: int
+    """How many parts it has."""
 
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Name, dtype and shape of a tensor of a rank."""
+    """Name and dtype of a tensor, and the part of it that a rank has."""
 
     name: str
     dtype: str
-    shape: list[int]
+    box: tuple[Interval, ...]
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape of the part."""
+        return [end - begin for begin, end in self.box]
 
     @property
     def bytes(self) -> int:
-        """The size of the tensor."""
+        """The size of the part."""
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
-def kinds_of(parts: dict[str, Tensor]) -> list[TensorKind]:
-    """Return the tensors, in their order."""
+def kinds_of(state: dict[str, Tensor]) -> list[TensorKind]:
+    """Return the tensors, in their order. Of one that is not distributed the part is all of it."""
     return [
-        TensorKind(name, str(part.dtype).removeprefix("torch."), list(part.shape))
-        for name, part in parts.items()
+        TensorKind(name, str(tensor.dtype).removeprefix("torch."), local_intervals(tensor))
+        for name, tensor in state.items()
     ]
 
 
@@ -87,7 +96,7 @@ class Header:
     @property
     def key(self) -> Key:
         """Which copy of the run it is a part of."""
-        return Key(self.step, self.start)
+        return Key(self.step, self.start, self.ranks)
 
     def text(self) -> str:
         """Return the text of its file."""
@@ -105,12 +114,20 @@ def header_of(content: bytes) -> Header:
     return COPY_FORMAT.read(PurePath("header"), Header, lambda _: io.BytesIO(content))
 
 
+def prefix_of(rank: int, ranks: int) -> str:
+    """Return what the names of the files with copies of a rank begin with."""
+    return f"rank-{rank:05d}-of-{ranks:05d}-"
+
+
 class Slot:
     """The two files of a copy. The header comes last: without one there is no copy."""
 
-    def __init__(self, folder: Path, rank: int, number: int, size: int) -> None:
-        """Take `size` bytes of memory. Raises `OSError` if there are not as many."""
-        self.data = folder / f"rank-{rank:05d}-{number}"
+    def __init__(self, folder: Path, rank: int, ranks: int, number: int, size: int) -> None:
+        """Take `size` bytes for a rank, one of `ranks`. Raises `OSError` if there are not as many.
+
+        Slots of another number of ranks stay.
+        """
+        self.data = folder / f"{prefix_of(rank, ranks)}{number}"
         self.file = self.data.with_suffix(".json")
         if not self.data.exists() or self.data.stat().st_size != size:
             self.drop()
@@ -148,7 +165,7 @@ def read_header(file: Path) -> Header | None:
         header = COPY_FORMAT.read(file, Header)
     except (OSError, ValueError, UserError):  # it is gone, damaged, or of another version
         return None
-    return header if file.name.startswith(f"rank-{header.rank:05d}-") else None
+    return header if file.name.startswith(prefix_of(header.rank, header.ranks)) else None
 
 
 def headers_in(folder: Path) -> Iterator[tuple[Path, Header]]:
@@ -159,9 +176,10 @@ def headers_in(folder: Path) -> Iterator[tuple[Path, Header]]:
             yield file, header
 
 
-def find(folder: Path, rank: int, key: Key) -> tuple[Slot, Header] | None:
-    """Return the slot with a rank's part of the copy `key`, and its header; None without one."""
-    for file, header in headers_in(folder):
-        if (header.rank, header.key) == (rank, key):
-            return Slot(folder, rank, int(file.stem[-1]), size_of(header.tensors)), header
-    return None
+def slots_of(folder: Path, key: Key) -> dict[int, tuple[Slot, Header]]:
+    """Return the slots with parts of the copy `key`, and their headers, by rank."""
+    found = [(int(file.stem[-1]), each) for file, each in headers_in(folder) if each.key == key]
+    return {
+        each.rank: (Slot(folder, each.rank, each.ranks, number, size_of(each.tensors)), each)
+        for number, each in found
+    }

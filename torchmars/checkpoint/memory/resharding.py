@@ -1,0 +1,143 @@
+"""A copy of a run for other ranks than made it: each takes its boxes from those that have them."""
+
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchmars.checkpoint.memory.partner import swap
+from torchmars.checkpoint.memory.slots import Header, Slot, TensorKind, views
+from torchmars.optim.matrices.shapes import Interval
+from torchmars.parallel.layout import Layout
+
+Box = tuple[Interval, ...]
+
+
+class Wish(NamedTuple):
+    """What a rank asks of another: a box of a tensor, of a part that the other holds."""
+
+    part: int
+    name: str
+    box: Box
+
+
+class Resharding:
+    """The boxes that this rank takes of a copy, and those that it gives. Every rank has one.
+
+    `holders` are the ranks that give each part, `held` the parts of this rank, `machine` the ranks
+    of its machine, and `wanted` the tensors that it is to have.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        machine: Sequence[int],
+        holders: Sequence[int],
+        held: dict[int, tuple[Slot, Header]],
+        wanted: list[TensorKind],
+    ) -> None:
+        self.layout, self.machine, self.holders = layout, machine, holders
+        self.held = {
+            part: (
+                {kind.name: kind for kind in header.tensors},
+                views(slot.memory, header.tensors),
+            )
+            for part, (slot, header) in held.items()
+        }
+        self.wanted = {kind.name: kind for kind in wanted}
+        self.wishes: dict[int, list[Wish]] = defaultdict(list)
+        """By the rank that gives them."""
+        self.parts: dict[str, Tensor] = {}
+
+    def learn(self) -> None:
+        """Find out who has what this rank wants. Called by every rank.
+
+        One part after the other is told to all, so that no rank ever has the tensors of all ranks.
+        Of replicas the nearest is taken.
+        """
+        rank, size = self.layout.world.rank, self.layout.world.size
+        sources: dict[tuple[str, Box], tuple[bool, int, int]] = {}
+        for part, holder in enumerate(self.holders):
+            near = holder not in self.machine, (rank - holder) % size, part
+            kinds, _ = self.held.get(part, ({}, {}))
+            for kind in self.layout.broadcast([*kinds.values()], holder):
+                wanted = self.wanted.get(kind.name)
+                if wanted is None or wanted.dtype != kind.dtype:
+                    continue
+                common = overlap(wanted.box, kind.box)
+                if volume(common):
+                    key = kind.name, common
+                    sources[key] = min(sources.get(key, near), near)
+        for (name, box), (*_, part) in sources.items():
+            self.wishes[self.holders[part]].append(Wish(part, name, box))
+
+    def reserve(self) -> bool:
+        """Take the memory for the tensors; return whether the parts have all of each."""
+        found: dict[str, int] = defaultdict(int)
+        for wish in (wish for wishes in self.wishes.values() for wish in wishes):
+            found[wish.name] += volume(wish.box)
+        for name, kind in self.wanted.items():
+            self.parts[name] = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
+        return all(found[name] == part.numel() for name, part in self.parts.items())
+
+    def exchange(self) -> None:
+        """Fill the tensors. Called by every rank.
+
+        In each round a rank gives to one other and takes from one other, so that all are busy and
+        none waits for one that waits for it.
+        """
+        layout, rank, size = self.layout, self.layout.world.rank, self.layout.world.size
+        wishes = [self.wishes[each] for each in range(size)]
+        texts = [pickle.dumps(each) if each else b"" for each in wishes]
+        lengths = torch.tensor([len(text) for text in texts])
+        asked = [torch.empty_like(lengths) for _ in range(size)]
+        dist.all_gather(asked, lengths, group=layout.control)
+        for wish in wishes[rank]:
+            self._place(wish).copy_(self._piece(wish))
+        for shift in range(1, size):
+            giver, taker = (rank - shift) % size, (rank + shift) % size
+            text = torch.empty(int(asked[taker][rank]), dtype=torch.uint8)
+            own = torch.tensor(bytearray(texts[giver]), dtype=torch.uint8)
+            swap(own, giver, text, taker, layout.control)
+            others = pickle.loads(text.numpy().tobytes()) if len(text) else []
+            for wish, other in zip_longest(wishes[giver], others):
+                given = flat_bytes(self._piece(other)) if other else text[:0]
+                place = self._place(wish) if wish else text[:0]
+                taken = torch.empty_like(place, memory_format=torch.contiguous_format)
+                swap(given, taker, flat_bytes(taken), giver, layout.control)
+                place.copy_(taken)
+
+    def _piece(self, wish: Wish) -> Tensor:
+        """Return what a rank asks for of a part that this one holds."""
+        kinds, parts = self.held[wish.part]
+        return inside(parts[wish.name], kinds[wish.name].box, wish.box)
+
+    def _place(self, wish: Wish) -> Tensor:
+        """Return where the answer to a wish of this rank belongs."""
+        return inside(self.parts[wish.name], self.wanted[wish.name].box, wish.box)
+
+
+def overlap(one: Box, other: Box) -> Box:
+    """Return the box that two boxes of a tensor share. Where there is none its volume is 0."""
+    return tuple((begin := max(a, c), max(begin, min(b, d))) for (a, b), (c, d) in zip(one, other))
+
+
+def volume(box: Box) -> int:
+    """Return how many elements a box has."""
+    return math.prod(end - begin for begin, end in box)
+
+
+def inside(part: Tensor, box: Box, inner: Box) -> Tensor:
+    """Return the elements of a box inside of the `box` whose elements are `part`."""
+    return part[tuple(slice(b - first, e - first) for (b, e), (first, _) in zip(inner, box))]
+
+
+def flat_bytes(piece: Tensor) -> Tensor:
+    """Return the bytes of a tensor, without a copy where it is contiguous."""
+    return piece.contiguous().view(-1).view(torch.uint8)
