@@ -35,23 +35,23 @@ NEEDED = {
 
 
 def test_the_newest_copy_of_which_all_parts_are_there_is_chosen():
-    old, new, other = Key(3, "a", 2), Key(4, "a", 2), Key(9, "b", 2)
+    old, new, other = Key(0, 3, "a", 2), Key(0, 4, "a", 2), Key(0, 9, "b", 2)
     here = [(old, 0), (old, 1), (new, 0), (new, 1), (other, 0)]
     assert choose_copy([here, here], least=0) == (new, [0, 1])
     assert choose_copy([here, here], least=5) is None
     assert choose_copy([[(new, 0), (old, 0)], [(old, 1)]], least=0) == (old, [0, 1])
     assert choose_copy([[], []], least=0) is None
     # Two machines of two ranks: the second one is new, the first one has copies of its ranks.
-    new = Key(4, "a", 4)
+    new = Key(0, 4, "a", 4)
     first = [(new, 0), (new, 1), (new, 2), (new, 3), (old, 0)]
     assert choose_copy([first, first, [], []], least=0) == (new, [0, 1, 0, 1])
-    # Another number of ranks: the newest step wins, of two of a step that of as many ranks.
+    # Another number of ranks. A machine was left behind by the others, which went back.
     more, fewer = (
-        [(Key(4, "b", 3), rank) for rank in range(3)],
-        [(Key(4, "a", 2), 0), (Key(4, "a", 2), 1)],
+        [(Key(1, 4, "b", 3), rank) for rank in range(3)],
+        [(Key(0, 5, "a", 2), 0), (Key(0, 5, "a", 2), 1)],
     )
-    assert choose_copy([more, more], least=0) == (Key(4, "b", 3), [0, 1, 0])
-    assert choose_copy([[*more, *fewer], []], least=0) == (Key(4, "a", 2), [0, 0])
+    assert choose_copy([[*more, *fewer], []], least=0) == (Key(1, 4, "b", 3), [0, 0, 0])
+    assert choose_copy([more[:2], fewer], least=0) == (Key(0, 5, "a", 2), [1, 1])
     assert choose_copy([more[:2], fewer[:1]], least=0) is None
 
 
@@ -241,7 +241,7 @@ def damages_of(whole):
 def test_a_damaged_header_is_no_copy(tmp_path):
     slot = slots.Slot(tmp_path, 0, 1, 0, 64)
     header = slots.Header(
-        1, "a", 0, 1, "manifest", [slots.TensorKind("w", "float32", ((2, 6), (0, 4)))], 0
+        0, 1, "a", 0, 1, "manifest", [slots.TensorKind("w", "float32", ((2, 6), (0, 4)))], 0
     )
     slot.complete(header)
     assert slot.header() == header and slots.slots_of(tmp_path, header.key)

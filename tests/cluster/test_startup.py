@@ -166,7 +166,9 @@ def test_a_mistake_in_the_network_is_told_from_a_slow_one(monkeypatch, said, cod
 
 
 def test_more_ranks_have_more_time():
-    seconds = [Environment(NNODES=Bounds(nodes, nodes)).start_seconds(8) for nodes in (1, 8, 64, 512)]
+    seconds = [
+        Environment(NNODES=Bounds(nodes, nodes)).start_seconds(8) for nodes in (1, 8, 64, 512)
+    ]
     assert seconds == [49, 77, 301, 600]
     assert Environment(NNODES=Bounds(64, 64), RDZV_TIMEOUT=20).start_seconds(8) == 20
 

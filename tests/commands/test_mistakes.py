@@ -93,7 +93,8 @@ def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
     }
     environment = read_environment(job | {"NGPU": "2"})
     assert (environment.NNODES, environment.NGPU) == ((4, 4), 2) and read_environment(job).NGPU == 8
-    assert read_environment(job | {"ENVIRONMENT": ""}).NNODES == (1, 1)  # started by hand within the job
+    by_hand = job | {"ENVIRONMENT": ""}  # within the job
+    assert read_environment(by_hand).NNODES == (1, 1)
     said = mistake(read_environment, job | {"SLURM_GPUS_ON_NODE": "gpu:8"})
     assert "SLURM_GPUS_ON_NODE must be a whole number" in said
     nowhere = {name: value for name, value in job.items() if name != "RDZV_ENDPOINT"}

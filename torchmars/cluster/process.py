@@ -22,6 +22,8 @@ Port = Annotated[int, Range(0, 65_535)]
 STORE_FILE = "TORCHMARS_STORE_FILE"
 # The variable with the round in which several machines have met, as MEETING:NUMBER.
 ROUND = "TORCHMARS_ROUND"
+# The one with the fewest ranks with which an elastic run may go on.
+FEWEST = "TORCHMARS_FEWEST_RANKS"
 
 
 def rank() -> int:
@@ -74,6 +76,17 @@ def check_variables() -> None:
         raise UserError(f"RANK and LOCAL_RANK must be less than WORLD_SIZE: {remedy}")
     if needed:
         make(Port, torchrun_number("MASTER_PORT", 0), name="MASTER_PORT")
+
+
+def round_number() -> int:
+    """Return the number of the machines' round, which grows; 0 on one machine."""
+    return int(os.environ.get(ROUND, "").rpartition(":")[2] or 0)
+
+
+def fewest_ranks() -> int | None:
+    """Return with how few ranks the run may go on; None if their number is fixed."""
+    fewest = os.environ.get(FEWEST)
+    return int(fewest) if fewest else None
 
 
 def node() -> str:

@@ -26,6 +26,7 @@ from typing import Annotated, NoReturn
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from torchmars.checkpoint.memory.shared_memory import shared_memory
+from torchmars.cluster import process
 from torchmars.cluster.endpoint import find_endpoint
 from torchmars.cluster.environment import check_shown, keep_compiled_in, read_variable
 from torchmars.cluster.failures import Failure
@@ -91,6 +92,7 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         if machines.elastic:  # microbatches that grow as ranks go might not fit
             same = ["--training.microbatch_size", str(args.sizes.microbatch_size)]
             args.training_script_args += same
+            os.environ[process.FEWEST] = str(args.sizes.ranks[0])
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store: with

@@ -17,6 +17,7 @@ from torchmars.checkpoint.memory.copies import MemoryCopies
 from torchmars.checkpoint.owned import OwnedFolders
 from torchmars.checkpoint.resume import check_same_run, newest_good
 from torchmars.checkpoint.saver import Saver
+from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture
@@ -101,7 +102,7 @@ class Checkpointer:
         self.saver.owned.take(self.layout, run, self.config.checkpoints)
         if settings.memory_interval:
             with self._without_copies_after_errors():
-                self.memory = MemoryCopies(self.layout, self._tensors())
+                self.memory = MemoryCopies(self.layout, self._tensors(), process.fewest_ranks())
         if (resumed := self._load_copy() or self.load_newest()) is not None:
             return resumed
         start = RunState(shares=shares_from_start(self.data.weights))

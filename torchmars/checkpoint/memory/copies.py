@@ -189,6 +189,7 @@ class MemoryCopies:
             copied()
             slot.complete(
                 Header(
+                    process.round_number(),
                     manifest.step,
                     self.start,
                     self.rank,
@@ -358,9 +359,8 @@ class MemoryCopies:
 def choose_copy(offers: list[list[tuple[Key, int]]], least: int) -> tuple[Key, list[int]] | None:
     """Return the newest copy of which all parts are offered, and the rank that holds each part.
 
-    `offers` has for each rank the copies on its machine, each with the rank whose part it is. Of
-    two of a step that of as many ranks is chosen. None where there is no whole copy of step `least`
-    or a later one.
+    `offers` has for each rank the copies on its machine, each with the rank whose part it is. None
+    where there is no whole copy of step `least` or a later one.
     """
     found: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for holder, offered in enumerate(offers):
@@ -369,7 +369,7 @@ def choose_copy(offers: list[list[tuple[Key, int]]], least: int) -> tuple[Key, l
     whole = [key for key, by in found.items() if len(by) == key.ranks and key.step >= least]
     if not whole:
         return None
-    key = max(whole, key=lambda key: (key.step, key.ranks == len(offers), key))
+    key = max(whole)
     parts = sorted(found[key].items())
     # The ranks of a machine share the work.
     return key, [part if part in by else by[part % len(by)] for part, by in parts]

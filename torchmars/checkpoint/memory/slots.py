@@ -24,8 +24,10 @@ HEADERS = "rank-*-of-*-[0-9].json"
 
 
 class Key(NamedTuple):
-    """Which copy of a run it is."""
+    """Which copy of a run it is. The newest one is the greatest."""
 
+    round: int
+    """Of the machines. One that they have left behind may have later steps of its own."""
     step: int
     start: str
     """A random name of the start of the ranks that made it."""
@@ -84,6 +86,7 @@ def views(memory: Tensor, kinds: list[TensorKind]) -> dict[str, Tensor]:
 class Header:
     """The contents of a copy, and the checksum of its bytes."""
 
+    round: int
     step: int
     start: str
     rank: int
@@ -96,7 +99,7 @@ class Header:
     @property
     def key(self) -> Key:
         """Which copy of the run it is a part of."""
-        return Key(self.step, self.start, self.ranks)
+        return Key(self.round, self.step, self.start, self.ranks)
 
     def text(self) -> str:
         """Return the text of its file."""
