@@ -32,7 +32,7 @@ LAUNCHER = """
 from torchmars.commands import launch
 sources = launch.load_sources([sys.argv[1]], "test")
 config = launch.config_of(sources)
-launch.prepare(config, sources, launch.sizes_of(config, launch.Bounds(1, 1), 2))
+launch.prepare(config, sources, launch.sizes_of(config, launch.MinMax(1, 1), 2))
 """
 
 

@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, write_config, write_text
 from torchmars.cluster import connection, launcher, startup
 from torchmars.cluster.environment import Environment
-from torchmars.cluster.sizes import Bounds
+from torchmars.cluster.sizes import MinMax
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import EXIT_UNCONNECTED, LostRank, UserError
 
@@ -167,10 +167,10 @@ def test_a_mistake_in_the_network_is_told_from_a_slow_one(monkeypatch, said, cod
 
 def test_more_ranks_have_more_time():
     seconds = [
-        Environment(NNODES=Bounds(nodes, nodes)).start_seconds(8) for nodes in (1, 8, 64, 512)
+        Environment(NNODES=MinMax(nodes, nodes)).start_seconds(8) for nodes in (1, 8, 64, 512)
     ]
     assert seconds == [49, 77, 301, 600]
-    assert Environment(NNODES=Bounds(64, 64), RDZV_TIMEOUT=20).start_seconds(8) == 20
+    assert Environment(NNODES=MinMax(64, 64), RDZV_TIMEOUT=20).start_seconds(8) == 20
 
 
 VERDICT = """

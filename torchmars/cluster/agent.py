@@ -173,14 +173,16 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         meeting, why = worker_group.spec.rdzv_handler, ""
+        left = self._remaining_restarts
         if not self.failures and isinstance(meeting, Membership):
             why = meeting.change()
             self._note_progress(worker_group.spec)
             self.fallouts -= 1
+            left = self.fallouts
             if self.fallouts < 0:
                 meeting.set_closed()
                 raise RendezvousClosedError(f"{why}, again and again without progress")
-        self.restarting.tell(self.failures, why, self._remaining_restarts)
+        self.restarting.tell(self.failures, why, left)
         # They would save, and wait for ranks that may be lost. What they have saved is whole.
         self._shutdown(signal.SIGKILL)
         super()._restart_workers(worker_group)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from torchmars.cluster.scheduler import CORES, VARIABLES, in_batch_job, number_of
-from torchmars.cluster.sizes import Bounds, read_bounds
+from torchmars.cluster.sizes import MinMax, read_bounds
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import check_writable
@@ -26,7 +26,7 @@ class Environment:
 
     NGPU: Annotated[int, Range(1, 1_000)] | None = None
     """Ranks on this machine. Default: one for each GPU, 2 on a machine without."""
-    NNODES: Bounds = Bounds(1, 1)
+    NNODES: MinMax = MinMax(1, 1)
     """Machines: a number, or MIN:MAX, between which it may change while the run goes on."""
     NODE_RANK: Annotated[int, Range(0, 100_000)] | None = None
     """Number of this machine. Default: found out."""

@@ -89,12 +89,7 @@ def launch(
         code, by = 128 + error.sigval, error.sigval.name
     except EndedElsewhere as ended:
         logs.close()
-        text = f"the run has ended on other machines: {process.node()} had no place in it"
-        if ended.code is None:
-            say_error(text)
-            return EXIT_UNCONNECTED
-        say(*labelled("spare", text))
-        return ended.code
+        return report_spare(ended)
     except (RendezvousError, DistError) as error:
         lost = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
         refused = isinstance(error, RendezvousStateError)
@@ -144,6 +139,16 @@ def guarded_rendezvous(args: argparse.Namespace, secret: str | None = None) -> I
 def say_stopped(how: str) -> None:
     """Print that the run is not complete, where no rank may have said so."""
     say(*labelled("stopped", f"{how}; the same command resumes"))
+
+
+def report_spare(ended: EndedElsewhere) -> int:
+    """Print that the run has ended without this machine. Return the exit code."""
+    text = f"the run has ended on other machines: {process.node()} had no place in it"
+    if ended.code is None:
+        say_error(text)
+        return EXIT_UNCONNECTED
+    say(*labelled("spare", text))
+    return ended.code
 
 
 def report_first(first: Failure, logs: RankLogs) -> None:

@@ -15,7 +15,7 @@ from torchmars.core.errors import UserError
 MOST = 100_000
 
 
-class Bounds(NamedTuple):
+class MinMax(NamedTuple):
     """The fewest and the most of what a run has: machines, or ranks."""
 
     fewest: int
@@ -30,12 +30,12 @@ class Bounds(NamedTuple):
         return f"{self.fewest}:{self.most}" if self.elastic else f"{self.most}"
 
 
-def read_bounds(text: str, source: str) -> Bounds:
+def read_bounds(text: str, source: str) -> MinMax:
     """Return the number, or the bounds MIN:MAX, in the text of `source`. Raises `UserError`."""
     fewest, colon, most = text.partition(":")
     numbers = [fewest, most if colon else fewest]
     if all(re.fullmatch("[0-9]{1,6}", each) for each in numbers):
-        bounds = Bounds(*map(int, numbers))
+        bounds = MinMax(*map(int, numbers))
         if 1 <= bounds.fewest <= bounds.most <= MOST:
             return bounds
     raise UserError(
@@ -44,10 +44,10 @@ def read_bounds(text: str, source: str) -> Bounds:
     )
 
 
-class Sizes(NamedTuple):
+class UsableSizes(NamedTuple):
     """The numbers of machines with which a run goes, of those that it may have."""
 
-    asked: Bounds
+    asked: MinMax
     usable: Sequence[int]
     """Ascending. More machines are spares, which take the place of a lost one."""
     per_machine: int
@@ -76,7 +76,7 @@ class Sizes(NamedTuple):
         return labelled("elastic", f"{text}; microbatches of {self.microbatch_size}")
 
 
-def sizes_of(config: ResolvedConfig, asked: Bounds, per_machine: int) -> Sizes:
+def sizes_of(config: ResolvedConfig, asked: MinMax, per_machine: int) -> UsableSizes:
     """Return with which of the `asked` numbers of machines a run goes.
 
     Its layout makes their ranks, and its batch divides over them. Raises `UserError` where no
@@ -105,7 +105,7 @@ def sizes_of(config: ResolvedConfig, asked: Bounds, per_machine: int) -> Sizes:
         each for each in range(1, least // stages + 1) if common % each == 0
     )
     whole = math.lcm(*data.values()) * stages * (training.microbatch_size or 1)
-    return Sizes(
+    return UsableSizes(
         asked, sorted(shares), per_machine, size, whole if len(data) == len(numbers) else None
     )
 

@@ -33,7 +33,7 @@ from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.signals import LAUNCHER, stopping
-from torchmars.cluster.sizes import Bounds, Sizes, read_bounds, sizes_of
+from torchmars.cluster.sizes import MinMax, UsableSizes, read_bounds, sizes_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_of, is_set, load_sources, require_config
 from torchmars.config.toml_files import NamedTables
@@ -75,7 +75,7 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
             ]
         )
         with refused_by_torchrun():
-            machines = Bounds(*parse_min_max_nnodes(args.nnodes))
+            machines = MinMax(*parse_min_max_nnodes(args.nnodes))
             ranks = determine_local_world_size(args.nproc_per_node)
         machines = read_bounds(str(machines), "--nnodes")
         make(Ranks, ranks, name="--nproc-per-node")
@@ -112,7 +112,7 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
     raise Ended(code if code >= 0 else 128 - code)
 
 
-def prepare(config: ResolvedConfig, sources: list[NamedTables], sizes: Sizes) -> None:
+def prepare(config: ResolvedConfig, sources: list[NamedTables], sizes: UsableSizes) -> None:
     """Make the preparations that need no ranks, once for all machines. Raises `UserError`.
 
     `sources` are the tables of the config.
