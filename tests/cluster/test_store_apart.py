@@ -7,22 +7,23 @@ import socket
 import psutil
 import pytest
 
-from tests.support.commands import ROOT, Command, needs_proc, run_command
+from tests.support.commands import ROOT, needs_proc, run_command
 from tests.support.full import FULL
-from tests.support.machines import Way, free_endpoint, machine, signal_all, tree_of, wait_for
+from tests.support.machines import (
+    Way,
+    free_endpoint,
+    machine,
+    signal_all,
+    start_store,
+    tree_of,
+    wait_for,
+)
 from tests.support.same_end import check_same_end, tables_of
 from tests.support.tiny import metrics, run_folder_of, write_text
 from torchmars.checkpoint.memory import shared_memory
 from torchmars.core.errors import EXIT_UNCONNECTED
 
 FAR = "10.77.77.77:29400"  # of no machine
-
-
-def start_store(endpoint):
-    """Start a rendezvous, and wait until it listens."""
-    store = Command("rendezvous", [endpoint], ROOT)
-    assert store.stdout.readline() == f"meet      at {endpoint}, until this process ends\n"
-    return store
 
 
 @needs_proc

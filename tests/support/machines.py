@@ -52,6 +52,13 @@ main()
 """
 
 
+def start_store(endpoint):
+    """Start a rendezvous, and wait until it listens."""
+    store = Command("rendezvous", [endpoint], ROOT)
+    assert store.stdout.readline() == f"meet      at {endpoint}, until this process ends\n"
+    return store
+
+
 @contextlib.contextmanager
 def free_endpoint():
     """HOST:PORT that no other program is given in the body: bound, but not listened at.
@@ -100,19 +107,20 @@ class Way:
                     sink.sendall(data)
 
 
-def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300):
+def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300, nodes="2"):
     """Start a launcher with one rank of the run of `tables`, as if it were a machine.
 
-    `number` is its NODE_RANK; None where `torchmars rendezvous` runs at the endpoint.
+    `number` is its NODE_RANK; None where `torchmars rendezvous` runs at the endpoint. Machines of
+    an elastic run, whose `nodes` are MIN:MAX, are taken in a second after the last change.
     """
     folder = Path(tables["run"]["folder"]).parent
     file, program = folder / "run.toml", folder / "standing.py"
     write_config(config_from_tables(tables, "in a test"), file)
     program.write_text(STANDING)
-    options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=fencing"]
+    options = [f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=fencing"]
     options += [
         f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-conf=join_timeout={join_seconds}",
+        f"--rdzv-conf=join_timeout={join_seconds},join_seconds=1",
         str(program),
     ]
     variables = {"SLURMD_NODENAME": name, "RDZV_TIMEOUT": "300"}

@@ -11,6 +11,7 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -101,7 +102,14 @@ class Agent(LocalElasticAgent):
 
         Raises `EndedElsewhere` where the run has ended on other machines.
         """
-        result, meeting = super().run(role), self._worker_group.spec.rdzv_handler
+        meeting = self._worker_group.spec.rdzv_handler
+        try:
+            result = super().run(role)
+        except SignalException:
+            if isinstance(meeting, Membership) and self.restarting.logs.exit_code() is not None:
+                self._exit_barrier_timeout = WAIT_SECONDS  # the others wait for this machine
+                self._exit_barrier()
+            raise
         if result is None:  # torch's launcher does not expect that
             raise EndedElsewhere(cast(Membership, meeting).ended())
         if isinstance(meeting, Membership) and not result.is_failed():
