@@ -199,7 +199,7 @@ def test_a_start_on_gpus_too_small_for_the_fewest(place, monkeypatch, capsys, sh
 
 
 def test_what_ranks_keep_is_counted(place, monkeypatch):
-    """The largest GPU counts, and nothing is asked of machines without."""
+    """And a GPU that has room for it is large enough; machines without GPUs are not checked."""
     config = tiny_config(place, training={"global_batch_size": 32})
     sizes = sizes_of(config, MinMax(1, 2), 8)
     rule = launch.rule_of_thumb(config, 8, 8)
