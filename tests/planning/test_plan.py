@@ -1,5 +1,6 @@
 """python -m torchmars.plan: its figures against formulas."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -378,16 +379,47 @@ def test_the_command(tmp_path):
     [
         (("--world-size", "12"), "--world-size 12 does not fill machines of --gpus-per-node 8"),
         ((), "--world-size is missing"),
-        (("--world-size", "0"), "--world-size must be at least 1, got 0"),
+        (("--world-size", "0"), "--world-size must be a whole number from 1 to 100000, or MIN:MAX"),
+        (("--world-size", "8:"), "--world-size must be a whole number from 1 to 100000, or MIN"),
+        (("--world-size", "8:12"), "--world-size 8:12 does not fill machines of --gpus-per-node 8"),
+        (("--world-size", "8:16", "--find"), "--find takes one number of ranks, got --world-size"),
+        (("--world-size", "24:40"), "no number of machines goes, of 3:5 with 8 ranks each: "),
     ],
 )
 def test_mistakes_on_the_command_line(args, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan", *args])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "gpus,asked,sizes,batch,copies",
+    [
+        # Of 1, 2 and 4 machines. One alone keeps no copies of another.
+        (4, "4:16", "1, 2 or 4 machines: 4, 8 or 16 ranks; 3 run as 2", "4 ranks x 4", (2, 2)),
+        (4, "8:16", "2 or 4 machines: 8 or 16 ranks; 3 run as 2", "8 ranks x 2", (4, 2)),
+        (0, "2:4", "2 or 4 machines: 2 or 4 ranks; 3 run as 2", "2 ranks x 2", (4, 2)),
+    ],
+)
+def test_the_plan_of_an_elastic_run(tmp_path, gpus, asked, sizes, batch, copies):
+    """It is that of the fewest ranks, with microbatches that go with all."""
+    config = tmp_path / "tiny.toml"
+    write_config(tiny_config(tmp_path, checkpoint={"memory_interval": 1}), config)
+    options = [str(config), "--world-size", asked, "--gpus-per-node", str(gpus)]
+    code, out, err = run_command("plan", options, tmp_path)
+    assert code == 0, err
+    fewest = sizes.split(" machines: ")[1].split()[0].rstrip(",")
+    assert out.startswith(f"elastic   {sizes}")
+    assert f"planned   {fewest} ranks, the fewest: memory is the tightest there\n" in out
+    assert batch in out and f"for {copies[0]} copies\n" in out
+    kept = {row: int(re.search(rf" {row} .* ([\d,]+)\n", out)[1].replace(",", "")) for row in KEPT}
+    both = (copies[0] + copies[1]) * max(gpus, 1) * sum(kept.values())
+    assert f"({both:,} bytes) there while {2 * int(fewest)} ranks become {fewest}, until" in out
+
+
+KEPT = "weights", "optimizer state"
 LARGE = {
     "GPT-2 XL": ("--model.size", "xl"),
     "8B": ("--model.n_layer", "40", "--model.n_head", "32", "--model.n_embd", "4096"),

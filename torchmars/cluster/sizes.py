@@ -11,8 +11,10 @@ from typing import NamedTuple
 from torchmars.config import ResolvedConfig
 from torchmars.core.console import labelled
 from torchmars.core.errors import UserError
+from torchmars.core.words import counted
 
 MOST = 100_000
+LARGEST_BATCH = 1_000_000_000  # of training.global_batch_size
 
 
 class MinMax(NamedTuple):
@@ -56,7 +58,7 @@ class UsableSizes(NamedTuple):
     """Sequences of a microbatch: the same for all usable numbers."""
     whole_batch: int | None
     """What training.global_batch_size must be a multiple of so that no machine is a spare; None
-    where the layout leaves some."""
+    where the layout leaves some, or where no batch is as large."""
 
     @property
     def ranks(self) -> list[int]:
@@ -98,16 +100,16 @@ def sizes_of(config: ResolvedConfig, asked: MinMax, per_machine: int) -> UsableS
         raise reason
     if not shares:
         raise UserError(
-            f"no number of machines goes, of {asked} with {per_machine} ranks: {reason}"
+            f"no number of machines goes, of {asked} with {counted(per_machine, 'rank')} each: "
+            f"{reason}"
         )
     common, least = math.gcd(*shares.values()), min(shares.values())
     size = training.microbatch_size or max(
         each for each in range(1, least // stages + 1) if common % each == 0
     )
     whole = math.lcm(*data.values()) * stages * (training.microbatch_size or 1)
-    return UsableSizes(
-        asked, sorted(shares), per_machine, size, whole if len(data) == len(numbers) else None
-    )
+    possible = len(data) == len(numbers) and whole <= LARGEST_BATCH
+    return UsableSizes(asked, sorted(shares), per_machine, size, whole if possible else None)
 
 
 def any_of(numbers: Sequence[int]) -> str:

@@ -1,13 +1,15 @@
 """Print the memory, traffic and time of a run before it has a cluster."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
+from torchmars.cluster.sizes import MinMax, UsableSizes, read_bounds, sizes_of
+from torchmars.config import ResolvedConfig
 from torchmars.config.load import is_set, load_command, load_sources
 from torchmars.core.bounds import Range
 from torchmars.core.console import say
-from torchmars.core.errors import exit_on_user_error
+from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.metrics.gpus import GIB
 
 
@@ -20,10 +22,12 @@ class PlanOptions:
     and warnings of likely mistakes.
     """
 
-    world_size: Annotated[int, Range(1, 100_000)]
-    """Ranks to plan for. Always needed."""
+    world_size: str
+    """Ranks to plan for. Always needed. MIN:MAX, as in 16:32: an elastic run, of whole machines.
+    Prints the numbers that are usable, and plans the fewest, where memory is the tightest."""
     gpus_per_node: Annotated[int, Range(0, 100_000)] = 8
-    """GPUs of each machine. 0: machines without GPUs."""
+    """GPUs of each machine. 0: machines without GPUs; those of an elastic run have one rank
+    each."""
     find: bool = False
     """Plan up to 8 layouts that a rule of thumb proposes, and print a row of each with its options
     to paste. Takes about as long as 8 plans: minutes for large models."""
@@ -37,11 +41,33 @@ def main() -> None:
         options, config, settings = load_command(PlanOptions, sys.argv[1:], "torchmars plan")
         from torchmars.planning import find, plan, report
 
-        ranks, per_node = options.world_size, options.gpus_per_node
+        asked, per_node = read_bounds(options.world_size, "--world-size"), options.gpus_per_node
+        ranks, sizes = asked.fewest, None
+        if asked.elastic:
+            if options.find:
+                raise UserError(f"--find takes one number of ranks, got --world-size {asked}")
+            sizes = usable_sizes(config, asked, per_node)
+            ranks = sizes.ranks[0]
+            shared = replace(config.training, microbatch_size=sizes.microbatch_size)
+            config = replace(config, training=shared)
         if options.find:
             for line in find.find_layouts(config, ranks, per_node, options.memory * GIB):
                 say(line)
         else:
             lr_is_set = is_set(load_sources(settings, "torchmars plan"), "optimizer.lr")
             planned = plan.plan_rank(config, ranks, per_node)
-            say(*report.plan_in_words(planned, default_lr=not lr_is_set))
+            say(*report.plan_in_words(planned, default_lr=not lr_is_set, sizes=sizes))
+
+
+def usable_sizes(config: ResolvedConfig, asked: MinMax, per_node: int) -> UsableSizes:
+    """Return which of the `asked` numbers of ranks an elastic run goes with.
+
+    Raises `UserError` where its machines, of `per_node` GPUs or of one rank, are not full.
+    """
+    ranks = per_node or 1
+    if asked.fewest % ranks or asked.most % ranks:
+        raise UserError(
+            f"--world-size {asked} does not fill machines of --gpus-per-node {per_node}: choose "
+            f"multiples of {per_node} as MIN and MAX"
+        )
+    return sizes_of(config, MinMax(asked.fewest // ranks, asked.most // ranks), ranks)

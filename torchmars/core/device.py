@@ -5,6 +5,8 @@ torch's module for the type of the device, `torch.get_device_module`, by the nam
 `torch.cuda`: events of torch.accelerator let no thread sleep until they happen. The rest is here.
 """
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,6 +81,24 @@ def gpu_name(number: int) -> str:
     """Return the name of this machine's GPU `number`, "cpu" where runs use that."""
     found = gpu_type()
     return torch.get_device_module(found).get_device_name(number) if found else "cpu"
+
+
+def gpu_memory() -> int | None:
+    """Return the bytes of memory of this machine's largest GPU, leaving the GPUs alone.
+
+    None where runs use the CPU, or where the maker's library does not tell.
+    """
+    sizes = []
+    with contextlib.suppress(OSError, AttributeError):  # no such library, or one without these
+        if gpu_count() and (library := ctypes.CDLL("libnvidia-ml.so.1")).nvmlInit_v2() == 0:
+            gpu, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+            number = 0
+            while library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(gpu)) == 0:
+                if library.nvmlDeviceGetMemoryInfo(gpu, memory) == 0:
+                    sizes.append(memory[0])
+                number += 1
+            library.nvmlShutdown()
+    return max(sizes, default=None)
 
 
 def describe_machine() -> dict[str, str | int | float]:

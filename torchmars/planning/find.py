@@ -17,14 +17,12 @@ from torchmars.config.parallelism import PipelineSchedule
 from torchmars.config.plugins import load_plugins
 from torchmars.config.toml_files import Tables
 from torchmars.core.errors import UserError
-from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.metrics.gpus import GIB
-from torchmars.models import Model, build_run_model
+from torchmars.models import Model
 from torchmars.parallel.checks import check_layout, check_memory
 from torchmars.planning.assumptions import RESERVED, SPEEDS
 from torchmars.planning.plan import plan_rank
-from torchmars.planning.thumb import RuleOfThumb, state_bytes
-from torchmars.training.optimizer import build_optimizer
+from torchmars.planning.thumb import RuleOfThumb, rule_of_thumb
 
 PLANNED = 8  # layouts at most
 CAREFUL = 2  # of these, that fit even if the rule of thumb is off by `OFF`
@@ -61,10 +59,7 @@ def find_layouts(
     """
     if not per_node:
         raise UserError("--find is for GPUs: set --gpus-per-node, the GPUs of each machine")
-    model = build_run_model(config, load_tokenizer(config.data.tokenizer).vocab_size)
-    state = state_bytes(build_optimizer(config, model)) / model.parameter_count
-    state += 4 if config.training.ema_decay else 0
-    rule = RuleOfThumb(model, state, world_size, per_node)
+    rule = rule_of_thumb(config, world_size, per_node)
     dividing = list(layouts(config, rule))
     if not dividing:
         raise UserError(

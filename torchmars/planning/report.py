@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from torchmars.checkpoint.memory.copies import GENERATIONS
+from torchmars.cluster.sizes import UsableSizes
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted, duration
@@ -16,20 +17,29 @@ from torchmars.training.default_lr import default_lr_warnings
 from torchmars.training.summary import summary
 
 
-def plan_in_words(plan: Plan, default_lr: bool = False) -> list[str]:
-    """Return all of a plan: the run, its costs, and warnings, also of the `default_lr`."""
+def plan_in_words(
+    plan: Plan, default_lr: bool = False, sizes: UsableSizes | None = None
+) -> list[str]:
+    """Return all of a plan: the run, its costs, and warnings, also of the `default_lr`.
+
+    `sizes` are those of an elastic run, of which this is the plan of the fewest ranks.
+    """
     sections = {
         "transfer": transferred(plan.config, plan.whole, plan.optimizer),
         "memory": memory(plan),
         "experts": dealt_experts(plan),
         "pipeline": pipeline(plan),
-        "disk": disk(plan),
+        "disk": disk(plan, sizes),
         "traffic": traffic(plan),
         "owners": owners(plan),
         "tokens": list(tokens(plan)),
         "time": time(plan),
     }
-    lines = summary(plan.config, plan.layout, plan.whole, plan.optimizer)
+    lines = []
+    if sizes:
+        fewest = f"{sizes.ranks[0]} ranks, the fewest: memory is the tightest there"
+        lines = [*sizes.in_words(), *labelled("planned", fewest)]
+    lines += summary(plan.config, plan.layout, plan.whole, plan.optimizer)
     for name, section in sections.items():
         lines += labelled(name, *section) if section else []
     warnings = [*advice(plan), *(default_lr_warnings(plan.config) if default_lr else [])]
@@ -99,21 +109,31 @@ def pipeline(plan: Plan) -> list[str]:
     ]
 
 
-def disk(plan: Plan) -> list[str]:
-    """Return the size of checkpoints, on disk and in memory while they are written."""
+def disk(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
+    """Return the size of checkpoints, on disk and in memory while they are written.
+
+    `sizes` are those of an elastic run.
+    """
     settings = plan.config.checkpoint
     size, kept = plan.checkpoint, settings.keep_last
     total = f"{kept * size / GIB:,.1f} GiB for the {kept} that are kept" if kept else "all are kept"
     lines = [f"{size / GIB:,.2f} GiB ({size:,} bytes) a checkpoint, {total}"]
     largest = max(rank.weights + rank.optimizer_state for rank in plan.ranks)
     world = plan.layout.world.size
-    here = min(plan.per_node or world, world)
+    here = sizes.per_machine if sizes else min(plan.per_node or world, world)
     copy = largest * here / GIB
     if settings.async_save:
         lines.append(f"{copy:,.2f} GiB of each machine's memory for the copy being written")
     if settings.memory_interval:
         copies = GENERATIONS * (1 if here == world else 2)
         lines.append(f"{copies * copy:,.2f} GiB of each machine's /dev/shm for {copies} copies")
+        if sizes and sizes.ranks[1:]:
+            more = sizes.ranks[1]  # their parts are smaller, and each machine has a partner
+            both = round((copies + 2 * GENERATIONS * world / more) * largest * here)
+            lines.append(
+                f"{both / GIB:,.2f} GiB ({both:,} bytes) there while {more} ranks become {world}, "
+                "until the first new copy is complete"
+            )
     return lines
 
 

@@ -4,11 +4,13 @@ It chooses which layouts `find.py` plans, and tells the hours of presets: what c
 """
 
 from torchmars.config import ResolvedConfig
-from torchmars.models import Model
+from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.models import Model, build_run_model
 from torchmars.optim import MARS
 from torchmars.parallel.cuts import even_counts, head_in_blocks, stage_ranks
 from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK
 from torchmars.planning.pipeline import computed_again
+from torchmars.training.optimizer import build_optimizer
 
 
 class RuleOfThumb:
@@ -80,12 +82,16 @@ class RuleOfThumb:
         own = others / shards + experts / (shards * tp / ep if ep > 1 else shards)
         return others + experts, own
 
+    def kept_memory(self, config: ResolvedConfig) -> float:
+        """Return the bytes of the weights, gradients and optimizer state that a rank keeps."""
+        return self.stored * self.share(config)[1]
+
     def memory(self, config: ResolvedConfig) -> float:
         """Return the bytes of the rank that needs most."""
         mode, width = config.activation_checkpoint.mode, self.model.width
         pp, _, _, _, tp, ep = config.parallelism.degrees(self.world_size)
         tokens, microbatches = self.batch(config)
-        computed, held = self.share(config)
+        computed, _ = self.share(config)
         unit = self.block / (ep if self.experts else tp)  # that is gathered at a time
         gathered = 6 * unit + (2 * computed if pp > 1 else 4 * unit)
         gathered += 4 * computed if config.parallelism.accumulation == "whole" else 0
@@ -95,7 +101,7 @@ class RuleOfThumb:
         again = self.kept["none"][1] / tp if computed_again(config.activation_checkpoint) else 0
         activations = tokens * (self.flight(config) * (whole + cut / tp) + again)
         head = 10 * self.model.vocab_rows / tp * width
-        return self.stored * held + gathered + activations + head + self.rows_memory(config)
+        return self.kept_memory(config) + gathered + activations + head + self.rows_memory(config)
 
     def seconds(self, config: ResolvedConfig) -> float:
         """Return the time of a step: products, what layers wait for, and weights on their way."""
@@ -129,6 +135,14 @@ class RuleOfThumb:
     def speed(self, ranks: int) -> float:
         """Return the bytes per second between so many neighbours."""
         return NVLINK if self.per_node and ranks <= self.per_node else NETWORK
+
+
+def rule_of_thumb(config: ResolvedConfig, world_size: int, per_node: int) -> RuleOfThumb:
+    """Return the rule for a run's model and optimizer. Raises `UserError` for mistakes in them."""
+    model = build_run_model(config, load_tokenizer(config.data.tokenizer).vocab_size)
+    state = state_bytes(build_optimizer(config, model)) / model.parameter_count
+    state += 4 if config.training.ema_decay else 0
+    return RuleOfThumb(model, state, world_size, per_node)
 
 
 def state_bytes(optimizer: MARS) -> int:
