@@ -28,8 +28,9 @@ MANY = 100_000  # steps: the run ends by a signal
 class Machines:
     """The launchers of an elastic run that meet at a store apart, by name."""
 
-    def __init__(self, tables, nodes, join_seconds=300):
+    def __init__(self, tables, nodes, join_seconds=300, starts=4):
         self.tables, self.nodes, self.join_seconds = tables, nodes, join_seconds
+        self.starts_of_each = starts
         self.living, self.stack = {}, contextlib.ExitStack()
         self.number = 0
 
@@ -57,6 +58,7 @@ class Machines:
                 None,
                 join_seconds=self.join_seconds,
                 nodes=self.nodes,
+                starts=self.starts_of_each,
             )
         return name
 
@@ -204,10 +206,10 @@ def test_a_campaign_of_losses_and_joins_costs_two_steps_each(tmp_path, most):
     """Losses stay those of a run that nothing happens to, at a rate where two sizes agree."""
     tables = elastic_tables(tmp_path, optimizer={"lr": 1e-5}, training={"global_batch_size": 12})
     chance, seconds = random.Random(most), []
-    with Machines(tables, f"1:{most}") as machines:
+    with Machines(tables, f"1:{most}", starts=22) as machines:
         machines.start(most)
         machines.wait_for_start(1)
-        for event in range(10):
+        for event in range(20):
             fewer = len(machines.living) > 1 and (
                 len(machines.living) == most or chance.random() < 0.5
             )

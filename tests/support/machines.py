@@ -107,11 +107,12 @@ class Way:
                     sink.sendall(data)
 
 
-def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300, nodes="2"):
+def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300, nodes="2", starts=4):
     """Start a launcher with one rank of the run of `tables`, as if it were a machine.
 
     `number` is its NODE_RANK; None where `torchmars rendezvous` runs at the endpoint. Machines of
-    an elastic run, whose `nodes` are MIN:MAX, are taken in a second after the last change.
+    an elastic run, whose `nodes` are MIN:MAX, are taken in a second after the last change. The rank
+    may be started `starts` times.
     """
     folder = Path(tables["run"]["folder"]).parent
     file, program = folder / "run.toml", folder / "standing.py"
@@ -131,7 +132,7 @@ def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300, nodes
         [*options, str(file)],
         ROOT,
         os.environ | variables | {"STAND": stand},
-        ranks=4,
+        ranks=starts,
         stdout=log,
         stderr=log,
     )
