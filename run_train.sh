@@ -10,6 +10,7 @@
 #   ./run_train.sh [--section.key value ...]
 #   NNODES=2 RDZV_ENDPOINT=first-node:29400 ./run_train.sh [--section.key value ...]
 #   sbatch --nodes=4 --gpus-per-node=8 run_train.sh [--section.key value ...]
+#   NNODES=2:4 sbatch --no-kill --nodes=4 --gpus-per-node=8 run_train.sh [--section.key value ...]
 #
 #   CONFIG_FILE    the config, or several, of which the later ones win: "gpt2_small.toml my.toml".
 #                  One that is no file here is taken from train_configs, or is the name of a preset
@@ -18,7 +19,8 @@
 #   LOG_RANK       ranks of each machine whose output is shown, separated by commas (default: 0)
 #   MAX_RESTARTS   times that all ranks are started again, from the newest checkpoint, after one has
 #                  died and the run has made no progress since the last time (default: 0)
-#   NNODES         machines (default: the job's; 1 outside of one)
+#   NNODES         machines, or MIN:MAX of them as in 2:4, between which they may change while the
+#                  run goes on (default: the job's; 1 outside of one)
 #   NODE_RANK      number of this machine, 0 for the one that RDZV_ENDPOINT names (default, and in
 #                  a job: found out)
 #   RDZV_ENDPOINT  HOST:PORT of the rendezvous, HOST being one of the machines, or where `torchmars
@@ -31,6 +33,8 @@
 #   LOST_SECONDS   seconds of silence after which a machine is lost: the others stop their ranks and
 #                  wait RDZV_TIMEOUT for it, or another one in its place (default: 8 up to 32
 #                  machines, then 2 + 3 x machines / 16; 0: never)
+#   JOIN_SECONDS   seconds from a change of the machines until those that come are taken in
+#                  (default: 60)
 #
 # Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and end it. The same command resumes, and a SLURM
 # job puts itself back into the queue. Exit codes: 0 complete; 2 a mistake in the config or the
@@ -98,6 +102,14 @@ if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ]; then  # this is the fir
     TORCHMARS_JOB_ENDPOINT=$RDZV_ENDPOINT
 fi
 nodes=${NNODES:-$SLURM_JOB_NUM_NODES}
+elastic=""
+if [ "$nodes" != "${nodes%:*}" ]; then  # the step goes on without nodes that are lost
+    nodes=$SLURM_JOB_NUM_NODES
+    elastic=--no-kill
+    if [ -z "${SBATCH_NO_KILL+set}" ]; then  # SLURM tells nobody of the option itself
+        echo "warning   a lost node ends this job, unless you gave sbatch the option --no-kill" >&2
+    fi
+fi
 SECONDS=0
 code=0
 if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ] && [ "$nodes" -gt 1 ]; then
@@ -110,7 +122,7 @@ fi
 if [ "$code" -eq 0 ]; then
     unset NODE_RANK
     srun --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \
-        "$python" -m torchmars train --prepared "$@" &
+        $elastic "$python" -m torchmars train --prepared "$@" &
     step=$!
     trap 'kill -USR1 "$step" || true' USR1 TERM
     while kill -0 "$step" 2>/dev/null; do  # a signal ends a wait early
@@ -142,5 +154,8 @@ fi
 if [ "$again" = true ]; then
     echo "the run is not complete (exit code $code): the job goes back into the queue"
     scontrol requeue "$SLURM_JOB_ID"
+    if [ -n "$elastic" ]; then  # with as many nodes as it had
+        scontrol update JobId="$SLURM_JOB_ID" NumNodes="$SLURM_JOB_NUM_NODES" || true
+    fi
 fi
 exit "$code"

@@ -7,6 +7,8 @@ import subprocess
 import pytest
 
 from tests.support.commands import ROOT
+from torchmars.cluster import scheduler
+from torchmars.cluster.scheduler import of_elastic_job, requeue_without_script
 
 # srun ends with $CODE, and so does the rendezvous of a job of several nodes. scontrol keeps the
 # state of the job, with its comment, in the file `job`.
@@ -123,3 +125,43 @@ def test_a_job_from_another_folder_finds_the_clone_of_its_script(
         return
     remedy = f": python3 -m venv {clone}/.venv && " if found else ": install it, or activate"
     assert ended.returncode == 2 and f"no Python here has torchmars{remedy}" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "state,nodes,node,asked",
+    [
+        ("RUNNING", "n2", "n2", True),
+        ("RUNNING", "n1 n2", "n2", False),  # until SLURM notices
+        ("RUNNING", "n2", "n1", False),  # the node of the script
+        ("COMPLETING", "n2", "n2", False),  # cancelled
+    ],
+)
+def test_a_launcher_puts_back_a_job_that_has_lost_its_script(
+    tmp_path, monkeypatch, state, nodes, node, asked
+):
+    told = f"JobState={state} ReqNodeList=(null)\n NodeList={nodes.replace(' ', ',')} BatchHost=n1"
+    scripts = {
+        "scontrol": f"""
+echo "scontrol $@" >> called
+[ $1 != show ] || {{ [ $2 = job ] && echo '{told}' || echo $3 | tr , ' '; }}
+""",
+        "scancel": 'echo "scancel $@" >> called',
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(scheduler, "UNNOTICED_SECONDS", 0.2)
+    monkeypatch.setattr(scheduler, "LOOK_SECONDS", 0.1)
+    job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": node, "SLURM_JOB_NUM_NODES": "2"}
+    requeue_without_script(job)
+    called = (tmp_path / "called").read_text()
+    back = "scontrol requeue 7\nscontrol update JobId=7 NumNodes=2\nscancel --state=RUNNING 7\n"
+    assert called.endswith(back) if asked else "requeue" not in called
+
+
+def test_only_a_job_of_changing_machines_outlives_its_script():
+    job = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH", "TORCHMARS_JOB_ENDPOINT": "n1:20007"}
+    assert of_elastic_job(job | {"NNODES": "2:4"})
+    assert not of_elastic_job(job | {"NNODES": "4"}) and not of_elastic_job({"NNODES": "2:4"})

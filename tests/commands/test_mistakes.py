@@ -99,6 +99,9 @@ def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
     assert "SLURM_GPUS_ON_NODE must be a whole number" in said
     nowhere = {name: value for name, value in job.items() if name != "RDZV_ENDPOINT"}
     assert "SLURM_JOB_NUM_NODES = 4 needs RDZV" in mistake(read_environment, nowhere)
+    lost = {"NNODES": "2:8", "SLURM_RESTART_COUNT": "1"}  # nodes, so the job comes back with fewer
+    assert read_environment(job | lost).NNODES == (2, 4)
+    assert "more than the 4 nodes of this job" in mistake(read_environment, job | {"NNODES": "2:8"})
     last = job | {"NODE_RANK": "4"}
     assert "must be less than SLURM_JOB_NUM_NODES = 4" in mistake(read_environment, last)
 
@@ -203,6 +206,7 @@ def test_a_mistake_in_a_job_ends_it_once(place, job):
         {"NGPU": "x"},
         {"NNODES": "two"},
         {"NNODES": "a[$(id)]"},
+        {"NNODES": "2:8"},
         {"RDZV_TIMEOUT": ""},
         {"SLURM_JOB_NUM_NODES": "x"},
     ):
@@ -217,12 +221,25 @@ def test_a_job_starts_a_launcher_on_each_node(place, job):
     called = (place / "called").read_text()
     assert code == 0, err
     found = re.search(r"srun (localhost:2\d{4}) --ntasks=2 --ntasks-per-node=1 .*\n", called)
-    assert found and "requeue" not in called
+    assert found and "requeue" not in called and "no-kill" not in called + err
     command = f"python -m torchmars train --prepared {place / 'tiny.toml'} --training.steps 2\n"
     assert found[0].endswith(command)
     # The store of the job has ended with its script.
     commands = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
     assert not any(found[1] in command for command in commands)
+
+
+@pytest.mark.parametrize("own", [{}, {"SBATCH_NO_KILL": "set"}])
+def test_a_job_of_changing_machines_goes_on_without_lost_nodes(place, job, own):
+    """It says by which option sbatch does the same, unless it knows that this was given."""
+    changing = {"NNODES": "1:2", "SLURM_JOB_NUM_NODES": "3"} | own
+    arguments = [place / "tiny.toml", "--training.steps", "2", "--training.global_batch_size", "12"]
+    code, _, err = finish(*arguments, **job | changing)
+    assert code == 0, err
+    called = (place / "called").read_text()
+    assert re.search("srun .* --ntasks=3 .* --kill-on-bad-exit=0 --no-kill python -m", called)
+    said = [line for line in err.splitlines() if "--no-kill" in line]
+    assert len(said) == (0 if own else 1)
 
 
 @FULL

@@ -127,6 +127,14 @@ def wait_for_host(name: str, host: str, port: int) -> None:
             time.sleep(0.5)
 
 
+def answers(endpoint: str) -> bool:
+    """Return whether something listens at HOST:PORT."""
+    with contextlib.suppress(OSError):
+        socket.create_connection(split_endpoint(endpoint), timeout=10).close()
+        return True
+    return False
+
+
 def local_address(address: str, port: int) -> str | None:
     """Return the address of this machine from which it reaches another one.
 

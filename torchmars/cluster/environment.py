@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from torchmars.cluster.scheduler import CORES, VARIABLES, in_batch_job, number_of
+from torchmars.cluster.scheduler import CORES, RESTARTS, VARIABLES, in_batch_job, number_of
 from torchmars.cluster.sizes import MinMax, read_bounds
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
@@ -146,7 +146,9 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
     environment.check(sources["NNODES"])
     most = environment.NNODES.most
     nodes = number_of(variables, of_job["NNODES"], most) if of_job else most
-    if environment.NNODES.elastic and most > nodes:
+    if number_of(variables, RESTARTS, 0) and environment.NNODES.fewest <= nodes < most:
+        environment.NNODES = MinMax(environment.NNODES.fewest, nodes)  # it had lost some
+    elif environment.NNODES.elastic and most > nodes:
         raise UserError(
             f"NNODES = {environment.NNODES} is more than the {nodes} nodes of this job: submit it "
             f"with --nodes={most}, or lower NNODES"

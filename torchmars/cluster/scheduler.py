@@ -4,6 +4,9 @@ It is all that ranks and commands know of a scheduler: run_train.sh starts jobs,
 comparison/slurm.py submits trials.
 """
 
+import re
+import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -16,11 +19,50 @@ VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
 # run_train.sh's variable with the endpoint of a job for which nobody has set one.
 JOB_ENDPOINT = "TORCHMARS_JOB_ENDPOINT"
 CORES, JOB, NODE = "SLURM_CPUS_ON_NODE", "SLURM_JOB_ID", "SLURMD_NODENAME"
+RESTARTS = "SLURM_RESTART_COUNT"
+LOOK_SECONDS, UNNOTICED_SECONDS = 5.0, 900.0
 
 
 def in_batch_job(variables: Mapping[str, str]) -> bool:
     """Return whether this is the script or a step of a job, and not started by hand."""
     return bool(variables.get(JOB)) and variables.get("ENVIRONMENT") == "BATCH"
+
+
+def of_elastic_job(variables: Mapping[str, str]) -> bool:
+    """Return whether this is part of a job that goes on without its lost nodes, by NNODES=MIN:MAX.
+
+    Its machines meet at the node of its script.
+    """
+    elastic = ":" in variables.get("NNODES", "") and JOB_ENDPOINT in variables
+    return in_batch_job(variables) and elastic
+
+
+def requeue_without_script(variables: Mapping[str, str]) -> None:
+    """Put the job of this process back into the queue once the node of its script is lost.
+
+    `sbatch --no-kill` keeps such a job, in which nothing runs any more. SLURM notices later than
+    the machines do, by default after 300 s: the function looks for `UNNOTICED_SECONDS`. A job that
+    may not come back is cancelled.
+    """
+    job, deadline = variables[JOB], time.monotonic() + UNNOTICED_SECONDS
+    while time.monotonic() < deadline:
+        told = dict(
+            re.findall(r"\b(JobState|BatchHost|NodeList)=(\S+)", scontrol("show", "job", job))
+        )
+        first, nodes = told.get("BatchHost"), told.get("NodeList", "")
+        if told.get("JobState") != "RUNNING" or first == variables.get(NODE):
+            return
+        if first not in scontrol("show", "hostnames", nodes).split():
+            scontrol("requeue", job)
+            scontrol("update", f"JobId={job}", f"NumNodes={variables.get(VARIABLES['NNODES'])}")
+            subprocess.run(["scancel", "--state=RUNNING", job], capture_output=True)
+            return
+        time.sleep(LOOK_SECONDS)
+
+
+def scontrol(*words: str) -> str:
+    """Return what SLURM's command prints; nothing where it fails."""
+    return subprocess.run(["scontrol", *words], capture_output=True, text=True).stdout
 
 
 @dataclass

@@ -27,11 +27,12 @@ from torch.distributed.run import determine_local_world_size, get_args_parser, p
 
 from torchmars.checkpoint.memory.shared_memory import shared_memory
 from torchmars.cluster import process
-from torchmars.cluster.endpoint import find_endpoint
+from torchmars.cluster.endpoint import answers, find_endpoint
 from torchmars.cluster.environment import check_shown, keep_compiled_in, read_variable
 from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
+from torchmars.cluster.scheduler import of_elastic_job, requeue_without_script
 from torchmars.cluster.signals import LAUNCHER, stopping
 from torchmars.cluster.sizes import MinMax, UsableSizes, read_bounds, sizes_of
 from torchmars.config import ResolvedConfig
@@ -112,6 +113,8 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         copies = config.checkpoint.memory_interval > 0
         with shared_memory() if copies else contextlib.nullcontext():
             code = launch(args, logs, hang, hang_seconds, record, reached, secret=secret)
+        if of_elastic_job(os.environ) and not answers(args.rendezvous):
+            requeue_without_script(os.environ)
     # A negative code is the signal that ended the rank.
     raise Ended(code if code >= 0 else 128 - code)
 
