@@ -130,6 +130,18 @@ if [ "$code" -eq 0 ]; then
     done
     wait "$step" || code=$?  # bash keeps the code of a step that ended before it is asked for it
 fi
+# The code of srun is the highest of all: that of a launcher which was killed, or cut off.
+complete="import sys
+from torchmars.commands.train import Train
+from torchmars.config.load import config_of, load_sources
+from torchmars.core.options import take_options
+from torchmars.records.overview import overview
+_, words = take_options(Train, sys.argv[1:])
+folder = config_of(load_sources(words, 'torchmars train')).run.path
+sys.exit(overview(folder).state != 'complete')"
+if [ -n "$elastic" ] && [ "$code" -ne 0 ] && "$python" -c "$complete" "$@" 2>/dev/null; then
+    code=0
+fi
 
 # Back into the queue, unless the run is complete or mistaken, the job was cancelled, or it has
 # failed at once twice in a row.

@@ -13,7 +13,10 @@ from torchmars.cluster.scheduler import of_elastic_job, requeue_without_script
 # srun ends with $CODE, and so does the rendezvous of a job of several nodes. scontrol keeps the
 # state of the job, with its comment, in the file `job`.
 STUBS = {
-    "python": '[ "${3-}" != rendezvous ] || exit "$CODE"',
+    "python": """
+[ "${3-}" != rendezvous ] || { [ -z "${NNODES-}" ] && exit "$CODE"; echo meet; exec sleep 60; }
+[[ ${2-} != *overview* ]] || exit "$INCOMPLETE"
+""",
     "srun": 'exit "$CODE"',
     "scontrol": """
 case $1 in
@@ -33,7 +36,7 @@ def end(tmp_path):
         (tmp_path / name).chmod(0o755)
     (tmp_path / "job").write_text("JobState=RUNNING\n")
 
-    def end(code, seconds=0, nodes=1):
+    def end(code, seconds=0, nodes=1, own=(), leaves=None):
         variables = {
             "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
             "CODE": str(code),
@@ -42,13 +45,14 @@ def end(tmp_path):
             "SLURM_JOB_NODELIST": "n1",
             "SLURM_JOB_NUM_NODES": str(nodes),
             "SLURM_SUBMIT_DIR": str(ROOT),
+            **dict(own),
         }
         script = (ROOT / "run_train.sh").read_text().replace("SECONDS=0", f"SECONDS={seconds}")
         (tmp_path / "script").write_text(script)
         ended = subprocess.run(
             ["bash", "script"], cwd=tmp_path, env=variables, capture_output=True, text=True
         )
-        assert ended.returncode == code, ended.stderr
+        assert ended.returncode == (code if leaves is None else leaves), ended.stderr
         return "requeued" in ended.stdout
 
     return end
@@ -67,6 +71,12 @@ def test_a_failure_at_once_comes_back_once(end, code):
 @pytest.mark.parametrize("code,again", [(69, True), (2, False)])
 def test_a_job_whose_machines_cannot_meet_ends_as_its_rendezvous(end, code, again):
     assert end(code, nodes=2) == again
+
+
+@pytest.mark.parametrize("incomplete", [0, 1])
+def test_a_launcher_that_was_killed_does_not_put_back_a_complete_run(end, incomplete):
+    own = {"NNODES": "1:2", "INCOMPLETE": str(incomplete)}
+    assert end(137, nodes=2, own=own, leaves=137 * incomplete) == bool(incomplete)
 
 
 def test_ranks_that_never_connect_come_back_once_however_long_they_waited(end):
