@@ -471,7 +471,8 @@ def stale_copies(folder):
     check("a resume", second.model)
     state = second.checkpointer._tensors()
     parts = {name: tensor.clone() for name, tensor in state.items()}
-    load_copy(parts, second.layout, second.model, second.optimizer, second.average.values)
+    manifest = second.checkpointer._manifest(second.state)
+    load_copy(parts, manifest, second.layout, second.model, second.optimizer, second.average.values)
     check("a copy in memory", second.model)
     second.checkpointer.saver.release()
     check("a run", built("other", checkpoint={"init_from": str(run)}).model)
