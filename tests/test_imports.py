@@ -30,9 +30,10 @@ from torchmars.training import trainer
 """
 LAUNCHER = """
 from torchmars.commands import launch
+from torchmars.cluster.sizes import MinMax
 sources = launch.load_sources([sys.argv[1]], "test")
 config = launch.config_of(sources)
-launch.prepare(config, sources, launch.sizes_of(config, launch.MinMax(1, 1), 2))
+launch.prepare(config, sources, launch.sizes_of(config, MinMax(1, 1), 2))
 """
 
 

@@ -299,6 +299,6 @@ def test_machines_may_meet_again_where_a_run_has_ended_alone(found, monkeypatch)
     rendezvous.reopen(checked, 11)
     assert slept == [11] * {"ended": 1, "left": 1, "just ending": 3}.get(found, 0)
     if slept:
-        assert vars(pickle.loads(checked.get_state()[0])) == vars(state(round=4))
+        assert vars(pickle.loads(checked.get_state()[0])) == vars(state(round=5))
     else:
         assert checked.get_state() == wrote

@@ -186,6 +186,19 @@ def test_a_machine_that_stood_still_comes_back(tmp_path):
 
 
 @pytest.mark.full
+def test_a_signal_ends_the_run_for_a_machine_that_waits(tmp_path):
+    tables = elastic_tables(tmp_path, training={"global_batch_size": 9})
+    with Machines(tables, "1:2") as machines:
+        machines.start(2)
+        machines.wait_for_start(1)
+        [spare] = machines.living.keys() - {machines.first()}
+        wait_for(lambda: "waits     the run has no place" in machines.said(spare))
+        machines.living[machines.first()].send_signal(signal.SIGTERM)
+        assert [each.wait() for each in machines.living.values()] == [75, 75]
+        assert "spare     the run has ended on other machines" in machines.said(spare)
+
+
+@pytest.mark.full
 def test_machines_of_other_bounds_are_refused(tmp_path):
     with Machines(elastic_tables(tmp_path), "1:2") as machines:
         machines.start()

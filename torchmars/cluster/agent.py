@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE
 from torchmars.core.timers import done_in
 
+LEAVE_SECONDS = 10.0  # that a machine which was signalled waits for the others to end
 FALLOUTS = 3  # restarts in a row that others cause, without progress, beside those of ranks
 
 
@@ -96,6 +98,8 @@ class Agent(LocalElasticAgent):
         self.failures: list[Failure] = []
         """Of ranks of this machine, unless they follow from what happened on another one."""
         self.fallouts = FALLOUTS + self._remaining_restarts
+        if isinstance(meeting := self._worker_group.spec.rdzv_handler, Membership):
+            meeting.reached = restarting.reached
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Start the ranks, and wait for their end.
@@ -106,9 +110,12 @@ class Agent(LocalElasticAgent):
         try:
             result = super().run(role)
         except SignalException:
-            if isinstance(meeting, Membership) and self.restarting.logs.exit_code() is not None:
-                self._exit_barrier_timeout = WAIT_SECONDS  # the others wait for this machine
+            code, began = self.restarting.logs.exit_code(), time.monotonic()
+            if isinstance(meeting, Membership) and code is not None:
+                self._exit_barrier_timeout = LEAVE_SECONDS  # the others wait for this machine
                 self._exit_barrier()
+                if time.monotonic() - began < LEAVE_SECONDS:  # all have saved
+                    meeting.end(code)
             raise
         if result is None:  # torch's launcher does not expect that
             raise EndedElsewhere(cast(Membership, meeting).ended())

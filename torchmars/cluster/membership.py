@@ -9,6 +9,7 @@ import math
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Literal
@@ -38,9 +39,11 @@ from torchmars.cluster.environment import beat_seconds, lost_seconds
 from torchmars.cluster.failures import WAIT_SECONDS
 from torchmars.cluster.rounds import NOT_BY_TORCH, Rounds
 from torchmars.core.console import harmless
+from torchmars.core.timers import done_in
 
 LOOK_SECONDS = 2.0  # of a pause between looks at the beats that count: this machine may stand still
 ANCIENT = datetime.min.replace(tzinfo=UTC)
+END_SECONDS = 5.0  # that the store may take to tell or to hear how a run has ended
 NEVER = 3e8  # seconds that torch lets a machine be silent, by whatever clocks: ten years
 
 
@@ -90,8 +93,12 @@ class Membership(DynamicRendezvousHandler):
     _op_executor: Rounds
     join_seconds: int
     """How long after a change of the machines those that come have to wait."""
-    begun = 0.0
-    """When the newest round began, by this machine's own clock."""
+    reached: Callable[[], int]
+    """Returns the last step that the run has reported."""
+    begun, begun_at = 0.0, 0
+    """When the newest round began, by this machine's own clock, and the step reached by then."""
+    joining = False
+    """Whether this round ends for machines that come."""
     members: frozenset[_NodeDesc] = frozenset()
     """The machines of the newest round that this one has been in."""
     round = ""
@@ -114,7 +121,8 @@ class Membership(DynamicRendezvousHandler):
             if self._op_executor.spare:
                 raise RendezvousGracefulExitError from None
             raise
-        self.members, self.begun = self._here(), time.monotonic()
+        self.members, self.joining = self._here(), False
+        self.begun, self.begun_at = time.monotonic(), self.reached()
         meeting = self._store.compare_set(self._key("meeting"), "", secrets.token_hex(8)).decode()
         if not re.fullmatch("[0-9a-f]{16}", meeting):
             raise RendezvousStateError("the meeting has no name of ours")
@@ -133,7 +141,8 @@ class Membership(DynamicRendezvousHandler):
         may_grow = self._op_executor.largest(here + waiting) > here
         if gone or not may_grow or time.monotonic() < self.begun + self.join_seconds:
             return gone
-        return waiting
+        self.joining = self.reached() > self.begun_at  # else joins could keep a run from any step
+        return waiting if self.joining else 0
 
     def change(self) -> str:
         """Return why the machines meet again, in words."""
@@ -142,7 +151,7 @@ class Membership(DynamicRendezvousHandler):
         if silent := self._names(self.members & self._state_holder.silent):
             return f"{silent} fell silent"
         new = self._names(frozenset(self._state_holder.state.wait_list) - self.members)
-        return f"{new} joins" if new else "those of another machine do"
+        return f"{new} joins" if self.joining else "those of another machine do"
 
     def others_act(self) -> Literal["close", "meet"] | None:
         """Wait for what other machines do after ranks here have lost a connection; None: nothing.
@@ -170,15 +179,25 @@ class Membership(DynamicRendezvousHandler):
         return max(0, most + 1 - failed)
 
     def end(self, code: int) -> None:
-        """Tell machines that have no place in the run by which exit code it has ended."""
-        self._store.set(self._key(f"ended/{self.launch}"), str(code))
+        """Close the rendezvous; machines that have no place in the run learn its exit code."""
+
+        def close() -> None:
+            self._store.set(self._key(f"ended/{self.launch}"), str(code))
+            self.set_closed()
+
+        with contextlib.suppress(RuntimeError, TimeoutError):  # the store may have ended before
+            done_in(END_SECONDS, close)
 
     def ended(self) -> int | None:
         """Return the exit code of a run that has ended on other machines; None: they failed."""
-        if not self._store.check([key := self._key(f"ended/{self.launch}")]):
-            return None
-        text = self._store.get(key).decode(errors="replace")
-        return int(text) if re.fullmatch("[0-9]{1,3}", text) else None
+
+        def read() -> str:
+            key = self._key(f"ended/{self.launch}")
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+
+        with contextlib.suppress(RuntimeError, TimeoutError, ValueError):
+            return int(done_in(END_SECONDS, read))
+        return None
 
     @property
     def launch(self) -> int:
@@ -232,5 +251,6 @@ def meet(store: Store, backend: RendezvousBackend, parameters: RendezvousParamet
     meeting = Membership(made._this_node, settings, backend.name, store, holder)
     meeting._op_executor = Rounds(made._this_node, holder, settings)
     meeting._op_executor.usable = usable
+    meeting.reached = lambda: 0  # until there is an agent
     meeting.join_seconds = int(parameters.get("join_seconds", 60))
     return meeting

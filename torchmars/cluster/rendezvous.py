@@ -106,7 +106,9 @@ def reopen(backend: RendezvousBackend, seconds: float) -> bool:
         time.sleep(seconds)
         if backend.get_state() == found:
             state = _RendezvousState()
-            state.round = before.round + 1  # what lies in the store under earlier ones is theirs
+            # What lies in the store under earlier rounds is theirs. And a launcher of theirs that
+            # wakes up has not been in the round before.
+            state.round = before.round + 2
             changed = backend.set_state(pickle.dumps(state), found[1])
             return changed is not None and changed[2]
     return False

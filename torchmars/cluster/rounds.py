@@ -1,6 +1,6 @@
 """How the machines of an elastic run come together: when a round is formed, and of whom.
 
-torch judges both by clocks of different machines, and starts all machines that are there.
+torch compares times that clocks of different machines tell, and starts all that are there.
 """
 
 import time
@@ -14,6 +14,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousContext,
     _RendezvousJoinOp,
 )
+
+from torchmars.core.console import labelled, say
 
 # How long the machines of a round wait for more of them to come back. torch looks once a second.
 REGROUP_SECONDS = 3.0
@@ -60,7 +62,13 @@ class Rounds(_DistributedRendezvousOpExecutor):
         """Return what this machine, which wants to be in a round, does next."""
         state, now = context.state, time.monotonic()
         here = context.node in state.participants
+        was_spare = self.spare
         self.spare = state.complete and not here and state.round != self.last
+        if self.spare and not was_spare:
+            text = (
+                "the run has no place for this machine now: it takes that of a lost one, or joins"
+            )
+            say(*labelled("waits", text))
         if self.spare:  # as long as the others go on
             self.deadline = now + self._settings.timeout.join.total_seconds()
         deadline = max(deadline, self.deadline)
@@ -84,11 +92,13 @@ class Rounds(_DistributedRendezvousOpExecutor):
         return self.last != self._state.round - 1
 
     def _add_to_participants(self) -> None:
+        """Add this machine, until the round is formed with 0 if it was in the last, else with 1."""
         super()._add_to_participants()
         if not self._state.complete:
             self._state.participants[self._node] = int(self._is_new())
 
     def _mark_rendezvous_complete(self) -> None:
+        """Form the round of as many as the run goes with, first of those that were in the last."""
         state, order = self._state, self._state.participants
         order[self._node] = int(self._is_new())  # torch may have just set 0
         most = self.largest(len(order))

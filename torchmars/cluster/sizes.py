@@ -67,7 +67,10 @@ class UsableSizes(NamedTuple):
 
     def in_words(self) -> list[str]:
         """Return lines that tell which numbers are usable."""
-        text = f"{any_of(self.usable)} machines: {any_of(self.ranks)} ranks"
+        plural = "" if self.usable[-1] == 1 else "s"
+        text = f"{any_of(self.usable)} machine{plural}: {any_of(self.ranks)} ranks"
+        if self.asked.fewest < self.usable[0]:
+            text += "; fewer do not go"
         above = range(self.usable[0], self.asked.most + 1)
         odd = [each for each in above if each not in self.usable]
         if odd:

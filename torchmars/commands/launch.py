@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from torchmars.checkpoint.memory.shared_memory import shared_memory
 from torchmars.cluster import process
@@ -34,7 +34,7 @@ from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.scheduler import of_elastic_job, requeue_without_script
 from torchmars.cluster.signals import LAUNCHER, stopping
-from torchmars.cluster.sizes import MinMax, UsableSizes, read_bounds, sizes_of
+from torchmars.cluster.sizes import UsableSizes, read_bounds, sizes_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_of, is_set, load_sources, require_config
 from torchmars.config.toml_files import NamedTables
@@ -80,9 +80,8 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
             ]
         )
         with refused_by_torchrun():
-            machines = MinMax(*parse_min_max_nnodes(args.nnodes))
             ranks = determine_local_world_size(args.nproc_per_node)
-        machines = read_bounds(str(machines), "--nnodes")
+        machines = read_bounds(args.nnodes, "--nnodes")
         make(Ranks, ranks, name="--nproc-per-node")
         option = "--local-ranks-filter"
         shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0", option))
@@ -97,6 +96,8 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         if machines.elastic:  # microbatches that grow as ranks go might not fit
             same = ["--training.microbatch_size", str(args.sizes.microbatch_size)]
             args.training_script_args += same
+            # torch then asks no machine of a round, which may be lost by now, for its ranks.
+            os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
             os.environ[process.FEWEST] = str(args.sizes.ranks[0])
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))

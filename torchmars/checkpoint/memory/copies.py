@@ -119,7 +119,8 @@ class MemoryCopies:
                     self.others.append(Slot(self.folder, source, ranks, number, self.other))
         except OSError as error:
             for slot in (*self.own, *self.others):
-                slot.data.unlink(missing_ok=True)
+                if slot.header() is None:  # others may be the last copy of a lost machine
+                    slot.data.unlink(missing_ok=True)
             self.own, self.others = [], []
             needed = GENERATIONS * (self.size + self.other) / 2**20
             raise UserError(
