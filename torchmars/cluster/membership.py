@@ -39,6 +39,7 @@ from torchmars.cluster.environment import beat_seconds, lost_seconds
 from torchmars.cluster.failures import WAIT_SECONDS
 from torchmars.cluster.rounds import NOT_BY_TORCH, Rounds
 from torchmars.core.console import harmless
+from torchmars.core.errors import UserError
 from torchmars.core.timers import done_in
 
 LOOK_SECONDS = 2.0  # of a pause between looks at the beats that count: this machine may stand still
@@ -150,8 +151,10 @@ class Membership(DynamicRendezvousHandler):
             return "the other machines go on without this one"
         if silent := self._names(self.members & self._state_holder.silent):
             return f"{silent} fell silent"
-        new = self._names(frozenset(self._state_holder.state.wait_list) - self.members)
-        return f"{new} joins" if self.joining else "those of another machine do"
+        if self.joining:
+            new = frozenset(self._state_holder.state.wait_list) - self.members
+            return f"{self._names(new)} joins"
+        return "those of another machine do"
 
     def others_act(self) -> Literal["close", "meet"] | None:
         """Wait for what other machines do after ranks here have lost a connection; None: nothing.
@@ -177,6 +180,16 @@ class Membership(DynamicRendezvousHandler):
         first = self._store.add(self._key(f"failed in round/{self.round}"), 1) == 1
         failed = self._store.add(self._key(f"failed/{self.launch}/{step}"), int(first))
         return max(0, most + 1 - failed)
+
+    def check_bounds(self, asked: str) -> None:
+        """Raise `UserError` where the first machine of this run `asked` for other sizes."""
+        key = self._key(f"bounds/{self.launch}")
+        first = self._store.compare_set(key, "", asked).decode(errors="replace")
+        if first != asked:
+            raise UserError(
+                f"{process.node()} has {asked}, and the first machine {harmless(first)[:100]}: "
+                "give all machines the same"
+            )
 
     def end(self, code: int) -> None:
         """Close the rendezvous; machines that have no place in the run learn its exit code."""
@@ -233,7 +246,10 @@ def unanswered(seconds: float) -> RendezvousConnectionError:
 
 
 def meet(store: Store, backend: RendezvousBackend, parameters: RendezvousParameters) -> Membership:
-    """Return the rendezvous of several machines at `store`, whose state `backend` keeps."""
+    """Return the rendezvous of several machines at `store`, whose state `backend` keeps.
+
+    Raises `UserError` where this machine of an elastic run would have other sizes than others.
+    """
     made = create_handler(store, backend, parameters)
     machines = parameters.max_nodes
     usable = [int(each) for each in parameters.get("usable", f"{machines}").split("/")]
@@ -253,4 +269,7 @@ def meet(store: Store, backend: RendezvousBackend, parameters: RendezvousParamet
     meeting._op_executor.usable = usable
     meeting.reached = lambda: 0  # until there is an agent
     meeting.join_seconds = int(parameters.get("join_seconds", 60))
+    if (fewest := parameters.min_nodes) < machines:
+        ranks = parameters.get("per_machine")
+        meeting.check_bounds(f"NNODES = {fewest}:{machines} and NGPU = {ranks}")
     return meeting

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
@@ -33,11 +33,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from torchmars.cluster import process
 from torchmars.cluster.environment import beat_seconds, lost_seconds
 from torchmars.cluster.membership import meet, unanswered
-from torchmars.core.console import harmless
-from torchmars.core.errors import UserError
 from torchmars.core.timers import done_in
 
 T = TypeVar("T")
@@ -72,24 +69,8 @@ def join(
     checked = Checked(backend, parameters.run_id, secret, seconds)
     if reopen(checked, lost_seconds(parameters.max_nodes)):
         shared.add(f"{parameters.run_id}/launches", 1)
-    check_bounds(shared, parameters)
     # A connection waits for one answer at a time, and the machine has to show that it lives.
     return meet(cast(Any, shared).clone(), checked, parameters)
-
-
-def check_bounds(store: Store, parameters: RendezvousParameters) -> None:
-    """Raise `UserError` where this machine of an elastic run would have other sizes than others."""
-    if parameters.min_nodes == parameters.max_nodes:
-        return
-    name, ranks = parameters.run_id, parameters.get("per_machine")
-    own = f"NNODES = {parameters.min_nodes}:{parameters.max_nodes} and NGPU = {ranks}"
-    launch = store.add(f"{name}/launches", 0)
-    first = store.compare_set(f"{name}/bounds/{launch}", "", own).decode(errors="replace")
-    if first != own:
-        raise UserError(
-            f"{process.node()} has {own}, and the first machine {harmless(first)[:100]}: give all "
-            "machines the same"
-        )
 
 
 def reopen(backend: RendezvousBackend, seconds: float) -> bool:

@@ -6,7 +6,7 @@ torch compares times that clocks of different machines tell, and starts all that
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _Action,  # torch 2.11 to 2.13 have all of these
@@ -47,14 +47,10 @@ class Rounds(_DistributedRendezvousOpExecutor):
         update_deadline: Callable[[timedelta], float] | None = None,
     ) -> None:
         """See base class."""
-        decide: Any = state_handler
         if isinstance(state_handler, _RendezvousJoinOp):
             self.enough_since, self.deadline = None, deadline
-
-            def decide(context: _RendezvousContext, deadline: float) -> _Action:
-                return self._join(state_handler, context, deadline)
-
-        super().run(decide, deadline, update_deadline)
+            state_handler = partial(self._join, state_handler)
+        super().run(state_handler, deadline, update_deadline)
 
     def _join(
         self, torchs: _RendezvousJoinOp, context: _RendezvousContext, deadline: float
