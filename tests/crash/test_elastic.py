@@ -104,9 +104,13 @@ class Machines:
         return (run_folder_of(self.tables).parent.parent / f"{name}.log").read_text()
 
     def end(self):
-        """Stop the run by a signal to one machine; return the exit codes of all that live."""
+        """Stop the run by a signal to one machine; return the exit codes of all that live.
+
+        Prints what the machines have said, which pytest shows where a test fails.
+        """
         next(iter(self.living.values())).send_signal(signal.SIGTERM)
         codes = [each.wait() for each in self.living.values()]
+        print(*map(self.said, self.living), sep="\n")
         self.living.clear()
         return codes
 
@@ -159,8 +163,11 @@ def test_a_spare_takes_the_place_of_a_lost_machine_and_the_last_waits_for_anothe
         reached = machines.lose(machines.first())
         (last,) = machines.living
         wait_for(lambda: "fell silent" in machines.said(last), *machines.living.values())
-        machines.start(2)  # one of them has no place
+        machines.start(2)  # one of them has no place, and says so once it has come
         machines.wait_for_start(3)
+        wait_for(
+            lambda: "waits     the run has no place" in machines.said("m3") + machines.said("m4")
+        )
         assert reached - 2 <= machines.starts[2][0] <= reached + 1
         assert [machines for _, machines, _ in machines.starts] == [2, 2, 2]
         assert "3 run as 2, and the rest are spares: a multiple of 6" in machines.said(last)
