@@ -80,13 +80,8 @@ class Machines:
     @property
     def starts(self):
         """(step, machines, origin) of each start."""
-        file = run_folder_of(self.tables) / "events.jsonl"
-        rows = map(json.loads, file.read_text().splitlines()) if file.exists() else []
-        return [
-            (row["step"], row["machines"], row["origin"])
-            for row in rows
-            if row["event"] == "started"
-        ]
+        rows = self.events("started")
+        return [(row["step"], row["machines"], row["origin"]) for row in rows]
 
     def wait_for_start(self, number):
         """Wait until the ranks have started so often, and have made three steps."""
@@ -99,6 +94,11 @@ class Machines:
         """Return the name of the machine that has rank 0."""
         said = (run_folder_of(self.tables) / "logs" / "rank-00000.log").read_text()
         return re.findall(r"(m[0-9]+) rank 0 \|", said)[-1]
+
+    def events(self, *kinds):
+        file = run_folder_of(self.tables) / "events.jsonl"
+        rows = map(json.loads, file.read_text().splitlines()) if file.exists() else []
+        return [row for row in rows if row["event"] in kinds]
 
     def said(self, name):
         return (run_folder_of(self.tables).parent.parent / f"{name}.log").read_text()
@@ -140,12 +140,16 @@ def test_a_run_loses_its_first_machine_and_gets_another(tmp_path):
     with Machines(elastic_tables(tmp_path), "1:2") as machines:
         machines.start(2)
         machines.wait_for_start(1)
-        reached = machines.lose(machines.first())
+        reached = machines.lose(name := machines.first())
         machines.wait_for_start(2)
         machines.start()
         machines.wait_for_start(3)
         assert machines.end() == [75, 75]
         (_, first, _), (alone, one, origin), (joined, both, after) = machines.starts
+        left, came = machines.events("left", "joined")
+        assert (left["event"], left["machine"]) == ("left", name)
+        assert (came["event"], came["machine"]) == ("joined", "m2")
+        assert left["steps_again"] <= 2 and came["steps_again"] == 0  # a join costs no step
         assert (first, one, both) == (2, 1, 2)
         assert reached - 2 <= alone <= reached + 1 and origin == IN_MEMORY.format(alone)
         assert joined > alone and after == IN_MEMORY.format(joined)
@@ -163,17 +167,16 @@ def test_a_spare_takes_the_place_of_a_lost_machine_and_the_last_waits_for_anothe
         reached = machines.lose(machines.first())
         (last,) = machines.living
         wait_for(lambda: "fell silent" in machines.said(last), *machines.living.values())
-        machines.start(2)  # one of them has no place, and says so once it has come
+        machines.start(2)  # one of them has no place, and may come after the other has started
         machines.wait_for_start(3)
-        wait_for(
-            lambda: "waits     the run has no place" in machines.said("m3") + machines.said("m4")
-        )
+        [spare] = {"m3", "m4"} - set(machines.events("started")[-1]["names"])
+        wait_for(lambda: "waits     the run has no place" in machines.said(spare))
         assert reached - 2 <= machines.starts[2][0] <= reached + 1
         assert [machines for _, machines, _ in machines.starts] == [2, 2, 2]
         assert "3 run as 2, and the rest are spares: a multiple of 6" in machines.said(last)
         assert machines.end() == [75, 75, 75]
         machines.check_metrics()
-        assert "had no place in it" in machines.said("m3") + machines.said("m4")
+        assert "had no place in it" in machines.said(spare)
 
 
 @pytest.mark.full

@@ -138,6 +138,7 @@ def test_a_report_waits_for_the_device_once():
         metrics=metrics,
         events=Mock(),
         introduction=[],
+        before=None,
     )
     reporter.report(RunState(step=3, position=4), Mock(), 0.1)
     assert did == [

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed import DistError, DistStoreError
-from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -31,8 +31,8 @@ from torchmars.cluster.failures import (
 from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.membership import Membership, unanswered
-from torchmars.core.console import say
-from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE
+from torchmars.core.console import labelled, say
+from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE, EXIT_REGROUP
 from torchmars.core.timers import done_in
 
 LEAVE_SECONDS = 10.0  # that a machine which was signalled waits for the others to end
@@ -100,6 +100,7 @@ class Agent(LocalElasticAgent):
         self.fallouts = FALLOUTS + self._remaining_restarts
         if isinstance(meeting := self._worker_group.spec.rdzv_handler, Membership):
             meeting.reached = restarting.reached
+            meeting.ask = restarting.logs.ask_to_regroup
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Start the ranks, and wait for their end.
@@ -111,7 +112,7 @@ class Agent(LocalElasticAgent):
             result = super().run(role)
         except SignalException:
             code, began = self.restarting.logs.exit_code(), time.monotonic()
-            if isinstance(meeting, Membership) and code is not None:
+            if isinstance(meeting, Membership) and code not in (None, EXIT_REGROUP):
                 self._exit_barrier_timeout = LEAVE_SECONDS  # the others wait for this machine
                 self._exit_barrier()
                 if time.monotonic() - began < LEAVE_SECONDS:  # all have saved
@@ -132,6 +133,10 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
+        succeeded = result.state == WorkerState.SUCCEEDED
+        if succeeded and self.restarting.logs.exit_code() == EXIT_REGROUP:
+            cast(Membership, worker_group.spec.rdzv_handler).joining = True
+            return RunResult(state=WorkerState.HEALTHY)
         self.failures = self.restarting.failures(result.failures)
         if self.failures:
             self._count_restarts(worker_group.spec)
@@ -192,6 +197,9 @@ class Agent(LocalElasticAgent):
         if not self.failures and isinstance(meeting, Membership):
             why = meeting.change()
             self._note_progress(worker_group.spec)
+            if meeting.joining:
+                say(*labelled("machines", f"{why}: all ranks start again"))
+                return super()._restart_workers(worker_group)
             self.fallouts -= 1
             left = self.fallouts
             if self.fallouts < 0:

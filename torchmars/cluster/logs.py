@@ -51,6 +51,7 @@ class RankLogs(DefaultLogsSpecs):
         # A rank that knows how the run ends writes the run's exit code here.
         self.exit_code_file = scratch / "exit-code"
         self.store_file = scratch / "store"
+        self.regroup_file = scratch / "regroup"  # see process.REGROUP_FILE
         self.pipes = selectors.DefaultSelector()
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
@@ -62,7 +63,7 @@ class RankLogs(DefaultLogsSpecs):
         """
         places = super().reify(envs)
         self.close()  # the start before
-        for file in (self.exit_code_file, self.store_file):
+        for file in (self.exit_code_file, self.store_file, self.regroup_file):
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -72,6 +73,7 @@ class RankLogs(DefaultLogsSpecs):
             self.ranks = int(env["WORLD_SIZE"])
             env[process.STORE_FILE] = str(self.store_file) if self.machines == 1 else ""
             env[process.ROUND] = self.round
+            env[process.REGROUP_FILE] = str(self.regroup_file)
             self.last[rank] = deque(maxlen=LAST_LINES)
             outputs = ((1, 1, places.stdouts), (2, sys.stderr.fileno(), places.stderrs))
             for number, console, streams in outputs:
@@ -101,6 +103,11 @@ class RankLogs(DefaultLogsSpecs):
         """Return the run's exit code if a rank of this machine has left it."""
         text = self.exit_code_file.read_text() if self.exit_code_file.exists() else ""
         return int(text) if text else None
+
+    def ask_to_regroup(self) -> None:
+        """Ask the ranks to end after a step. If the disk refuses it, they go on."""
+        with contextlib.suppress(OSError):
+            self.regroup_file.touch()
 
     def close(self) -> None:
         """Wait until all that was printed has been written, and close the pipes."""

@@ -96,10 +96,12 @@ class Membership(DynamicRendezvousHandler):
     """How long after a change of the machines those that come have to wait."""
     reached: Callable[[], int]
     """Returns the last step that the run has reported."""
+    ask: Callable[[], None]
+    """Asks the ranks of this machine to end after a step."""
     begun, begun_at = 0.0, 0
     """When the newest round began, by this machine's own clock, and the step reached by then."""
     joining = False
-    """Whether this round ends for machines that come."""
+    """Whether the ranks here have ended after a step, to start again with machines that join."""
     members: frozenset[_NodeDesc] = frozenset()
     """The machines of the newest round that this one has been in."""
     round = ""
@@ -131,19 +133,22 @@ class Membership(DynamicRendezvousHandler):
         return info
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines make this round end: they are lost, have left it, or may join.
+        """Return how many machines make this round end; 0 while it goes on.
 
-        Raises `RendezvousClosedError` where the run has ended on them.
+        They are lost, or have left it. For those that may join, the ranks of all machines end
+        first: they are asked to here. Raises `RendezvousClosedError` where the run has ended.
         """
         waiting, here = super().num_nodes_waiting(), len(self._here())
         gone = len(self.members - self._here())
         if gone and self._state_holder.state.closed:
             raise RendezvousClosedError("the run has ended on other machines")
-        may_grow = self._op_executor.largest(here + waiting) > here
-        if gone or not may_grow or time.monotonic() < self.begun + self.join_seconds:
-            return gone
-        self.joining = self.reached() > self.begun_at  # else joins could keep a run from any step
-        return waiting if self.joining else 0
+        if (
+            self._op_executor.largest(here + waiting) > here
+            and time.monotonic() >= self.begun + self.join_seconds
+            and self.reached() > self.begun_at  # else joins could keep a run from any step
+        ):
+            self.ask()
+        return gone or int(self.joining)
 
     def change(self) -> str:
         """Return why the machines meet again, in words."""
@@ -151,9 +156,8 @@ class Membership(DynamicRendezvousHandler):
             return "the other machines go on without this one"
         if silent := self._names(self.members & self._state_holder.silent):
             return f"{silent} fell silent"
-        if self.joining:
-            new = frozenset(self._state_holder.state.wait_list) - self.members
-            return f"{self._names(new)} joins"
+        if new := self._names(frozenset(self._state_holder.state.wait_list) - self.members):
+            return f"{new} joins"
         return "those of another machine do"
 
     def others_act(self) -> Literal["close", "meet"] | None:
@@ -267,7 +271,7 @@ def meet(store: Store, backend: RendezvousBackend, parameters: RendezvousParamet
     meeting = Membership(made._this_node, settings, backend.name, store, holder)
     meeting._op_executor = Rounds(made._this_node, holder, settings)
     meeting._op_executor.usable = usable
-    meeting.reached = lambda: 0  # until there is an agent
+    meeting.reached, meeting.ask = lambda: 0, lambda: None  # until there is an agent
     meeting.join_seconds = int(parameters.get("join_seconds", 60))
     if (fewest := parameters.min_nodes) < machines:
         ranks = parameters.get("per_machine")

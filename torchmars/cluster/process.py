@@ -24,6 +24,8 @@ STORE_FILE = "TORCHMARS_STORE_FILE"
 ROUND = "TORCHMARS_ROUND"
 # The one with the fewest ranks with which an elastic run may go on.
 FEWEST = "TORCHMARS_FEWEST_RANKS"
+# The one with the file that is there once the ranks of such a run shall end after a step.
+REGROUP_FILE = "TORCHMARS_REGROUP_FILE"
 
 
 def rank() -> int:
@@ -81,6 +83,16 @@ def check_variables() -> None:
 def round_number() -> int:
     """Return the number of the machines' round, which grows; 0 on one machine."""
     return int(os.environ.get(ROUND, "").rpartition(":")[2] or 0)
+
+
+def meeting() -> str:
+    """Return the name of the meeting in which the machines come together; empty on one machine."""
+    return os.environ.get(ROUND, "").partition(":")[0]
+
+
+def asked_to_regroup() -> bool:
+    """Return whether the ranks are to end after a step, since machines join the run."""
+    return fewest_ranks() is not None and os.path.exists(os.environ.get(REGROUP_FILE, ""))
 
 
 def fewest_ranks() -> int | None:

@@ -18,7 +18,17 @@ EVENTS_FILE = "events.jsonl"
 # The events of a run; docs/watching.md has the facts of each. A run whose processes were all killed
 # has no event of its end, and starts again.
 Kind = Literal[
-    "started", "saved", "spike", "rollback", "sample", "stopped", "complete", "failed", "deleted"
+    "started",
+    "left",
+    "joined",
+    "saved",
+    "spike",
+    "rollback",
+    "sample",
+    "stopped",
+    "complete",
+    "failed",
+    "deleted",
 ]
 # The types of events' facts. Facts that a later version adds are shown as they are.
 NUMBER: tuple[type, ...] = (float, int)
@@ -28,6 +38,10 @@ FACTS: dict[str, tuple[type, ...]] = {
     "ranks": (int,),
     "machines": (int,),
     "changes": (list,),
+    "names": (list,),
+    "meeting": (str,),
+    "machine": (str,),
+    "steps_again": (int,),
     "checkpoint": (str,),
     "seconds": NUMBER,
     "mib": NUMBER,

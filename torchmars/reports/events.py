@@ -19,11 +19,14 @@ def event_words(event: Event, before: Event | None) -> str:
     facts = event.facts
     match event.kind:
         case "started":
-            killed = before is not None and before.kind not in ENDS
+            killed = before is not None and before.kind not in (*ENDS, "left", "joined")
             return ", ".join(["the run was killed before"] * killed + started(facts))
         case "saved":
             size, seconds = decimal(facts.get("mib"), 1), decimal(facts.get("seconds"), 2)
             return f"{facts.get('checkpoint')}: {size} MiB in {seconds} s"
+        case "left" | "joined":
+            seconds, again = decimal(facts.get("seconds"), 1), facts.get("steps_again")
+            return f"{facts.get('machine')}: {seconds} s without a step, {again} made again"
         case "spike":
             done = {"skip": ", its step is left out", "rollback": ", the run goes back"}
             return f"loss {decimal(facts.get('loss'), 4)}{done.get(str(facts.get('action')), '')}"

@@ -228,6 +228,16 @@ class Checkpointer:
             with self._without_copies_after_errors():
                 self.memory.keep(self._manifest(state), self._tensors())
 
+    def is_kept(self) -> bool:
+        """Wait until the copy in memory is complete on all machines; return whether there is one.
+
+        False where the run makes none.
+        """
+        if self.memory is not None:
+            with self._without_copies_after_errors():
+                self.memory.finish()
+        return self.memory is not None
+
     def before_change(self) -> None:
         """Let the change of weights and state that comes wait for copies that are being made."""
         self.saver.before_change()

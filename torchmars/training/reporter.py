@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from torchmars.core.console import labelled, next_commands
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.scoring import Scorer
 from torchmars.metrics.events import EventLog
+from torchmars.metrics.machines import MachinesBefore, machines_before
 from torchmars.metrics.metrics import Metrics, open_metrics
 from torchmars.training.abilities import Abilities
 from torchmars.training.checkpointer import Checkpointer, Resumed, RunState
@@ -36,12 +38,15 @@ class RunReporter:
         metrics: Metrics,
         events: EventLog,
         introduction: list[str],
+        before: MachinesBefore | None,
     ) -> None:
         self.config, self.training = config, config.training
         self.model, self.optimizer = trained.model, trained.optimizer
         self.layout, self.data, self.loader = trained.model.layout, data.mixture, data.loader
         self.metrics, self.events, self.introduction = metrics, events, introduction
         self.epochs = self.loader.epochs
+        self.before = before
+        """The machines of an elastic run before this start, on the first rank."""
 
     def announce(self) -> None:
         """Print the lines that describe the run."""
@@ -50,6 +55,9 @@ class RunReporter:
 
     def report_start(self, resumed: Resumed) -> None:
         """Report that the run begins to train, from where it is `resumed`."""
+        names: dict[str, Any] = (
+            self._report_machines(resumed.state.step) if process.fewest_ranks() else {}
+        )
         self.events.add(
             "started",
             resumed.state.step,
@@ -57,7 +65,17 @@ class RunReporter:
             machines=process.machines(),
             origin=resumed.origin,
             changes=resumed.changes,
+            **names,
         )
+
+    def _report_machines(self, step: int) -> dict[str, Any]:
+        """Report which machines have left and joined before the start after `step`; name all."""
+        names = frozenset(self.layout.gather(process.node))
+        meeting = process.meeting()
+        if self.before is not None and self.before.meeting == meeting:
+            values = self.before.add_changes(self.events, step, names)
+            self.metrics.write(step, "machines", values)
+        return {"names": sorted(names), "meeting": meeting}
 
     def rewind(self, reached: int, state: RunState, checkpoint: PurePath) -> None:
         """Report that the run went back from step `reached` to `checkpoint`."""
@@ -176,6 +194,8 @@ def build_reports(
     model, layout, state = trained.model, trained.model.layout, resumed.state
     scorer = Scorer(model, layout, data.tokenizer, config.evaluation.batch_size)
     complete = state.step >= config.training.last_step
+    elastic = layout.first and process.fewest_ranks() is not None
+    before = machines_before(config.run.path) if elastic else None
     questions = layout.on_first(lambda: evaluation_tasks(config))
     if not complete:
         layout.on_first(lambda: write_settings(config))
@@ -195,5 +215,5 @@ def build_reports(
         Validation(config.validation, data, model),
         Evaluation(scorer, questions),
         metrics,
-        RunReporter(config, trained, data, metrics, events, lines),
+        RunReporter(config, trained, data, metrics, events, lines, before),
     )

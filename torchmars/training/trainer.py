@@ -5,11 +5,12 @@ from dataclasses import astuple, dataclass
 
 from torch import Tensor
 
+from torchmars.cluster import process
 from torchmars.cluster.signals import StopSignals
 from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
 from torchmars.core.device import is_gpu
-from torchmars.core.errors import EXIT_STOPPED, UserError
+from torchmars.core.errors import EXIT_REGROUP, EXIT_STOPPED, UserError
 from torchmars.core.files import is_gone
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.phases import OTHER
@@ -58,6 +59,8 @@ class StepFlags:
     """The data have changed."""
     gone: bool
     """The run's folder is."""
+    regroup: bool
+    """Machines join the run."""
 
 
 class Trainer:
@@ -94,7 +97,7 @@ class Trainer:
     def run(self) -> int:
         """Train from the step reached to the last one; validate, save and report on the way.
 
-        Returns the exit code: 0, or 75 for a run that a signal stopped.
+        Returns the exit code: 0, 75 for a run that a signal stopped, or `EXIT_REGROUP`.
         """
         self.reporter.announce()
         try:
@@ -103,10 +106,10 @@ class Trainer:
             self.reporter.report_start(self.resumed)
             with self.signals, self.watchdog, self.profiler, self.garbage:
                 try:
-                    complete = self.train()
+                    code = self.train()
                 finally:
                     self.checkpointer.saver.close()
-            if complete and self.config.validation.sample_tokens:
+            if not code and self.config.validation.sample_tokens:
                 self.reporter.report_sample(self.state.step, self.validation.sample())
             if self.state.step == self.config.training.steps:
                 self.reporter.report_complete(self.state.step)
@@ -116,10 +119,11 @@ class Trainer:
         finally:
             self.loader.close()
             self.metrics.close()
-        return 0 if complete else EXIT_STOPPED
+        return code
 
-    def train(self) -> bool:
-        """Make the steps that are left; return whether all were made, or a signal ended them."""
+    def train(self) -> int:
+        """Make the steps that are left; return the exit code, which is 0 if all were made."""
+        code = 0
         state, config, last = self.state, self.config, self.config.training.last_step
         if state.step and state.validation_loss is None and self.due(config.validation.interval):
             self.validate()  # a signal stopped the run before it could
@@ -142,29 +146,37 @@ class Trainer:
                 self.garbage.collect()
             self.reporter.report_epochs()
             stop = flags.stop and state.step < last
+            regroup = flags.regroup and state.step < last and not stop
             with self.metrics.throughput.paused():
                 if self.due(config.validation.interval) and not stop:
                     self.validate()
                 if not stop and self.due(config.evaluation.interval):
                     self.evaluate()
-                if (
+                saved = (
                     stop
                     or flags.overdue
                     or self.due(config.checkpoint.interval, config.checkpoint.at_end)
-                ):
+                )
+                if saved:
                     self.save()
-            if self.due(config.checkpoint.memory_interval, at_end=False):
+            if regroup or self.due(config.checkpoint.memory_interval, at_end=False):
                 self.checkpointer.keep(state)
+            if regroup and not self.checkpointer.is_kept() and not saved:
+                self.save()
             self.watchdog.beat(f"step {state.step + 1}")
-            if stop:
+            if stop or regroup:
+                code = EXIT_STOPPED if stop else EXIT_REGROUP
                 break
         self.watchdog.beat("the last save")
+        if code == EXIT_REGROUP:
+            self.checkpointer.saver.wait()  # the next ranks may go on from the copy, if it failed
+            return code
         self.checkpointer.saver.finish()
-        if self.state.step < last:
+        if code == EXIT_STOPPED:
             self.reporter.report_stop(self.state.step, self.signals.received)
         elif last < config.training.steps:
             self.reporter.report_stop(last, "training.stop_after")
-        return self.state.step == last
+        return code
 
     def train_step(self) -> tuple[Tensor, float] | None:
         """Make one optimizer step; return this rank's mean loss and the learning rate.
@@ -233,6 +245,7 @@ class Trainer:
             overdue=self.checkpointer.saver.overdue(),
             changed=self.loader.changed is not None,
             gone=self.layout.first and is_gone(self.config.run.lock),
+            regroup=process.asked_to_regroup(),
         )
         return self.layout.exchange_flags(*astuple(flags))
 

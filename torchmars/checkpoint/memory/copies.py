@@ -176,7 +176,7 @@ class MemoryCopies:
         Whoever changes the tensors of `state` then calls `before_change` first.
         """
         # The copy before must be complete on all ranks before any rank gives up an older one.
-        self.layout.on_all(self._told(self._wait))
+        self.finish()
         if self.made:
             self._try(self._delete_leftovers)
         elif not self.reserved:
@@ -221,6 +221,10 @@ class MemoryCopies:
             work()
         except Exception as error:
             self.error = error
+
+    def finish(self) -> None:
+        """Wait until the copy under way is complete on all ranks."""
+        self.layout.on_all(self._told(self._wait))
 
     def _wait(self) -> None:
         """Wait until the copy under way is complete. Raises its errors."""
@@ -296,7 +300,7 @@ class MemoryCopies:
 
     def drop(self) -> None:
         """Drop all copies: the run goes back to a checkpoint."""
-        self.layout.on_all(self._told(self._wait))
+        self.finish()
         self.layout.on_all(self._told(lambda: self._drop_all_but(None)))
 
     def _fetch(self, key: Key, holders: Sequence[int]) -> bool:
