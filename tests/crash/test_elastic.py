@@ -180,6 +180,24 @@ def test_a_spare_takes_the_place_of_a_lost_machine_and_the_last_waits_for_anothe
 
 
 @pytest.mark.full
+def test_without_copies_a_join_saves_a_checkpoint_and_costs_no_step_either(tmp_path):
+    tables = elastic_tables(tmp_path, checkpoint={"memory_interval": 0})
+    with Machines(tables, "1:2") as machines:
+        machines.start(2)
+        machines.wait_for_start(1)
+        machines.lose(machines.first())
+        machines.wait_for_start(2)  # from the beginning
+        machines.start()
+        machines.wait_for_start(3)
+        step, count, origin = machines.starts[2]
+        assert count == 2 and origin.endswith(f"checkpoints/step-{step:08d}")
+        came = machines.events("left", "joined")[-1]
+        assert (came["event"], came["machine"], came["steps_again"]) == ("joined", "m2", 0)
+        assert machines.end() == [75, 75]
+        machines.check_metrics()
+
+
+@pytest.mark.full
 def test_a_machine_that_stood_still_comes_back(tmp_path):
     with Machines(elastic_tables(tmp_path), "1:2") as machines:
         machines.start(2)

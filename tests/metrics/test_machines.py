@@ -1,0 +1,45 @@
+"""What the files of an elastic run tell of its machines at its next start."""
+
+import json
+import os
+import time
+
+from torchmars.metrics.events import EVENTS_FILE, EventLog, read_events
+from torchmars.metrics.journal import METRICS_FILE
+from torchmars.metrics.machines import machines_before
+from torchmars.reports.events import event_words
+
+
+def test_who_has_left_and_joined_is_an_event_each(tmp_path):
+    assert machines_before(tmp_path) is None  # a new run
+    events = EventLog(tmp_path)
+    events.add("started", 0, ranks=2, names=["a", "b"], meeting="first")
+    events.add("saved", 5, checkpoint="step-00000005")
+    rows = [{"step": step, "train/loss": 1.0} for step in range(1, 10)]
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    then = time.time() - 30
+    os.utime(tmp_path / METRICS_FILE, (then, then))
+    before = machines_before(tmp_path)
+    assert (before.meeting, before.names, before.reached) == ("first", {"a", "b"}, 9)
+    assert 30 <= before.seconds < 60
+    values = before.add_changes(events, 7, frozenset({"b", "c", "d"}))
+    assert values.pop("seconds") == before.seconds
+    assert values == {"count": 3, "left": 1, "joined": 2, "steps_again": 2}
+    told = [event for event in read_events(tmp_path / EVENTS_FILE) if event.step == 7]
+    assert [(each.kind, each.facts["machine"]) for each in told] == [
+        ("left", "a"),
+        ("joined", "c"),
+        ("joined", "d"),
+    ]
+    assert event_words(told[0], None).startswith("a: 3")
+    assert event_words(told[0], None).endswith(" s without a step, 2 made again")
+    # The start that follows was not after a kill.
+    events.add("started", 7, ranks=3)
+    start = list(read_events(tmp_path / EVENTS_FILE))[-1]
+    assert "killed" not in event_words(start, told[-1]) and "killed" in event_words(start, start)
+
+
+def test_a_run_of_fixed_machines_has_none(tmp_path):
+    EventLog(tmp_path).add("started", 0, ranks=2)
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\n')
+    assert machines_before(tmp_path) is None
