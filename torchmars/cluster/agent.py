@@ -32,7 +32,7 @@ from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.membership import Membership, unanswered
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE, EXIT_REGROUP
+from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE
 from torchmars.core.timers import done_in
 
 LEAVE_SECONDS = 10.0  # that a machine which was signalled waits for the others to end
@@ -112,7 +112,7 @@ class Agent(LocalElasticAgent):
             result = super().run(role)
         except SignalException:
             code, began = self.restarting.logs.exit_code(), time.monotonic()
-            if isinstance(meeting, Membership) and code not in (None, EXIT_REGROUP):
+            if isinstance(meeting, Membership) and code is not None:
                 self._exit_barrier_timeout = LEAVE_SECONDS  # the others wait for this machine
                 self._exit_barrier()
                 if time.monotonic() - began < LEAVE_SECONDS:  # all have saved
@@ -133,8 +133,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        succeeded = result.state == WorkerState.SUCCEEDED
-        if succeeded and self.restarting.logs.exit_code() == EXIT_REGROUP:
+        if result.state == WorkerState.SUCCEEDED and self.restarting.logs.regroups():
             cast(Membership, worker_group.spec.rdzv_handler).joining = True
             return RunResult(state=WorkerState.HEALTHY)
         self.failures = self.restarting.failures(result.failures)

@@ -33,14 +33,7 @@ from torchmars.cluster.failures import Failure, Kind, first_failure, lost_machin
 from torchmars.cluster.logs import RankLogs, keep_apart
 from torchmars.cluster.scheduler import in_batch_job
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import (
-    EXIT_MISTAKE,
-    EXIT_REGROUP,
-    EXIT_STOPPED,
-    EXIT_UNCONNECTED,
-    UserError,
-    say_error,
-)
+from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, EXIT_UNCONNECTED, UserError, say_error
 from torchmars.core.timers import unless_done_in
 
 BACKEND = "torchmars"  # rendezvous.py's, which tells us once it is connected
@@ -105,9 +98,7 @@ def launch(
         failures = [lost_machines(lost)]
     logs.close()
     exit_code = logs.exit_code()
-    if exit_code not in (None, EXIT_REGROUP) and all(
-        failure.kind == Kind.FALLOUT for failure in failures
-    ):
+    if exit_code is not None and all(failure.kind == Kind.FALLOUT for failure in failures):
         if lost and exit_code == EXIT_STOPPED:  # the machine whose ranks say so may be gone
             say_stopped(f"and saved: {process.node()} has lost the other machines ({lost})")
         return exit_code

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from torchmars.cluster import process
 from torchmars.core.console import harmless, is_shown
+from torchmars.core.errors import EXIT_REGROUP
 from torchmars.core.files import is_at, is_gone
 
 TRACEBACK = re.compile(rb"\[rank\d+\]: ")  # begins each line of a traceback of torch's
@@ -101,6 +102,14 @@ class RankLogs(DefaultLogsSpecs):
 
     def exit_code(self) -> int | None:
         """Return the run's exit code if a rank of this machine has left it."""
+        code = self._code_of_ranks()
+        return None if code == EXIT_REGROUP else code
+
+    def regroups(self) -> bool:
+        """Return whether ranks of this machine have ended to start again with others."""
+        return self._code_of_ranks() == EXIT_REGROUP
+
+    def _code_of_ranks(self) -> int | None:
         text = self.exit_code_file.read_text() if self.exit_code_file.exists() else ""
         return int(text) if text else None
 
