@@ -53,7 +53,7 @@ def restarts(tmp_path, steps, recorded, machines=1):
     """What is told of restarts, before which the run had reported `steps`."""
     last = {0: ["step 7"], 1: ["step 7"]}
     logs = SimpleNamespace(
-        last=last, ranks=2, machines=machines, regroups=lambda: False, ask_to_regroup=None
+        last=last, ranks=2, machines=machines, code_of_ranks=lambda: None, leave_note=None
     )
     reached = iter(steps)
     return Restarts(logs, tmp_path, 0.0, recorded.append, lambda: next(reached))

@@ -103,12 +103,21 @@ class Machines:
     def said(self, name):
         return (run_folder_of(self.tables).parent.parent / f"{name}.log").read_text()
 
-    def end(self):
-        """Stop the run by a signal to one machine; return the exit codes of all that live.
+    def leave(self, name, number=signal.SIGTERM, ranks=False):
+        """Send a signal to the launcher of a machine, or to its ranks too; return its exit code."""
+        launcher = self.living.pop(name)
+        signal_all(tree_of(launcher) if ranks else [launcher.pid], number)
+        code = launcher.wait()
+        print(self.said(name))
+        return code
+
+    def end(self, *names):
+        """Stop the run by a signal to the named machines, or to all; return the codes of all.
 
         Prints what the machines have said, which pytest shows where a test fails.
         """
-        next(iter(self.living.values())).send_signal(signal.SIGTERM)
+        for name in names or self.living:
+            self.living[name].send_signal(signal.SIGTERM)
         codes = [each.wait() for each in self.living.values()]
         print(*map(self.said, self.living), sep="\n")
         self.living.clear()
@@ -174,7 +183,7 @@ def test_a_spare_takes_the_place_of_a_lost_machine_and_the_last_waits_for_anothe
         assert reached - 2 <= machines.starts[2][0] <= reached + 1
         assert [machines for _, machines, _ in machines.starts] == [2, 2, 2]
         assert "3 run as 2, and the rest are spares: a multiple of 6" in machines.said(last)
-        assert machines.end() == [75, 75, 75]
+        assert machines.end(*machines.events("started")[-1]["names"]) == [75, 75, 75]
         machines.check_metrics()
         assert "had no place in it" in machines.said(spare)
 
@@ -214,16 +223,85 @@ def test_a_machine_that_stood_still_comes_back(tmp_path):
 
 
 @pytest.mark.full
-def test_a_signal_ends_the_run_for_a_machine_that_waits(tmp_path):
+def test_a_machine_that_waits_takes_the_place_of_one_that_leaves_and_leaves_itself(tmp_path):
     tables = elastic_tables(tmp_path, training={"global_batch_size": 9})
     with Machines(tables, "1:2") as machines:
         machines.start(2)
         machines.wait_for_start(1)
         [spare] = machines.living.keys() - {machines.first()}
         wait_for(lambda: "waits     the run has no place" in machines.said(spare))
-        machines.living[machines.first()].send_signal(signal.SIGTERM)
-        assert [each.wait() for each in machines.living.values()] == [75, 75]
-        assert "spare     the run has ended on other machines" in machines.said(spare)
+        reached = machines.reached
+        wait_for(lambda: machines.reached > reached + 150)  # the other one has seen it by then
+        # It takes the place of the only other one, whose memory is gone, from a checkpoint.
+        assert machines.leave(machines.first()) == 75
+        machines.wait_for_start(2)
+        step, count, origin = machines.starts[1]
+        assert count == 1 and origin.startswith(f"from step {step}: /")
+        other = machines.start()
+        wait_for(lambda: "waits     the run has no place" in machines.said(other))
+        assert machines.leave(other, signal.SIGUSR1) == 75
+        assert f"by SIGUSR1: {other} has left the run" in machines.said(other)
+        assert machines.end() == [75] and len(machines.starts) == 2
+        machines.check_metrics()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number, ranks", [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_machine_leaves_by_a_signal_and_the_others_go_on(tmp_path, number, ranks):
+    tables = elastic_tables(tmp_path, training={"global_batch_size": 12})
+    with Machines(tables, "1:3") as machines:
+        machines.start(3)
+        machines.wait_for_start(1)
+        name = machines.first()
+        assert machines.leave(name, number, ranks) == 75
+        assert f"by {number.name}: {name} has left the run" in machines.said(name)
+        machines.wait_for_start(2)
+        step, count, origin = machines.starts[1]
+        assert count == 2 and origin == IN_MEMORY.format(step)
+        [left] = machines.events("left", "joined")
+        assert (left["machine"], left["steps_again"]) == (name, 0)
+        assert all(
+            f"machines  {name} leaves: all ranks" in machines.said(m) for m in machines.living
+        )
+        assert machines.end() == [75, 75]
+        machines.check_metrics()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pause", [0.0, 1.0, 2.0, 4.0])
+def test_signals_to_all_machines_save_and_end_the_run(tmp_path, pause):
+    tables = elastic_tables(tmp_path, training={"global_batch_size": 12})
+    with Machines(tables, "1:3") as machines:
+        machines.start(3)
+        machines.wait_for_start(1)
+        for launcher in machines.living.values():
+            if launcher.poll() is None:
+                launcher.send_signal(signal.SIGUSR1)
+            time.sleep(pause)
+        assert [each.wait() for each in machines.living.values()] == [75, 75, 75]
+        print(*map(machines.said, machines.living), sep="\n")
+        machines.living.clear()
+        machines.check_metrics()
+        folder = run_folder_of(machines.tables)
+        [saved] = (folder / "checkpoints").glob("step-*")
+        assert int(saved.name.removeprefix("step-")) == max(metrics(machines.tables))
+
+
+@pytest.mark.full
+def test_a_second_signal_ends_a_machine_at_once_and_the_others_go_on(tmp_path):
+    with Machines(elastic_tables(tmp_path), "1:2") as machines:
+        machines.start(2)
+        machines.wait_for_start(1)
+        name = machines.first()
+        [other] = machines.living.keys() - {name}
+        machines.send(other, signal.SIGSTOP)  # so that no step ends
+        machines.living[name].send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        assert machines.leave(name) == 128 + signal.SIGTERM
+        machines.send(other, signal.SIGCONT)
+        machines.wait_for_start(2)
+        assert machines.end() == [75]
+        machines.check_metrics()
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStateError,
 )
 
+from torchmars.cluster import process
 from torchmars.cluster.failures import (
     WAIT_SECONDS,
     Failure,
@@ -31,12 +32,17 @@ from torchmars.cluster.failures import (
 from torchmars.cluster.hangs import hang_report, was_blocked
 from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.membership import Membership, unanswered
+from torchmars.cluster.signals import ECHO_SECONDS, STOPPING, stopping
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import EXIT_HUNG, EXIT_MISTAKE
+from torchmars.core.errors import EXIT_HUNG, EXIT_LEFT, EXIT_MISTAKE, EXIT_REGROUP
 from torchmars.core.timers import done_in
 
 LEAVE_SECONDS = 10.0  # that a machine which was signalled waits for the others to end
 FALLOUTS = 3  # restarts in a row that others cause, without progress, beside those of ranks
+
+
+class Left(SignalException):
+    """This machine has left the run, which goes on on the others, or it had no part in it."""
 
 
 class EndedElsewhere(Exception):
@@ -98,20 +104,29 @@ class Agent(LocalElasticAgent):
         self.failures: list[Failure] = []
         """Of ranks of this machine, unless they follow from what happened on another one."""
         self.fallouts = FALLOUTS + self._remaining_restarts
+        self.signalled: tuple[signal.Signals, float] | None = None
+        """The signal that asked this machine of an elastic run to stop, and when it came."""
         if isinstance(meeting := self._worker_group.spec.rdzv_handler, Membership):
-            meeting.reached = restarting.reached
-            meeting.ask = restarting.logs.ask_to_regroup
+            meeting.reached, meeting.note = restarting.reached, restarting.logs.leave_note
+            meeting.no_place = self._end_if_signalled
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Start the ranks, and wait for their end.
 
-        Raises `EndedElsewhere` where the run has ended on other machines.
+        Raises `EndedElsewhere` where the run has ended on other machines, and `Left` where it goes
+        on there.
         """
         meeting = self._worker_group.spec.rdzv_handler
         try:
-            result = super().run(role)
-        except SignalException:
+            with self._taking_signals():
+                result = super().run(role)
+        except SignalException as error:
             code, began = self.restarting.logs.exit_code(), time.monotonic()
+            if isinstance(meeting, Membership) and meeting.elastic and code is None:
+                left = self.restarting.logs.code_of_ranks() == EXIT_LEFT or not meeting.in_run
+                meeting.leave()
+                if left:
+                    raise Left("left", error.sigval) from None
             if isinstance(meeting, Membership) and code is not None:
                 self._exit_barrier_timeout = LEAVE_SECONDS  # the others wait for this machine
                 self._exit_barrier()
@@ -131,11 +146,49 @@ class Agent(LocalElasticAgent):
             self._shutdown(signal.SIGKILL)  # those who meet may go on: nothing is published here
             raise
 
+    @contextlib.contextmanager
+    def _taking_signals(self) -> Iterator[None]:
+        """Take the signals to this machine, in the body, if it is one of an elastic run."""
+        meeting = self._worker_group.spec.rdzv_handler
+        taken = stopping() if isinstance(meeting, Membership) and meeting.elastic else []
+        before = {number: signal.signal(number, self._take_signal) for number in taken}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take_signal(self, number: int, frame: object) -> None:
+        """Let the ranks end the run after a step, or leave it. A second signal ends them at once.
+
+        While the machines meet, what the run has reached may be in their memory alone. So this one
+        first starts its ranks again. A machine that has no part in the run ends.
+        """
+        meeting, now = cast(Membership, self._worker_group.spec.rdzv_handler), time.monotonic()
+        sent = signal.Signals(number)
+        if self.signalled is None and meeting.in_run:
+            self.signalled = sent, now
+            note = f"{sent.name} {meeting.way_to_leave()}"
+            self.restarting.logs.leave_note(process.SIGNAL, note)
+        elif self.signalled is None or now - self.signalled[1] > ECHO_SECONDS:
+            self._shutdown(signal.SIGKILL)
+            raise SignalException("ended", sent)
+
+    def _end_if_signalled(self) -> None:
+        if self.signalled is not None:
+            raise SignalException("ended", self.signalled[0])
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.SUCCEEDED and self.restarting.logs.regroups():
-            cast(Membership, worker_group.spec.rdzv_handler).joining = True
+        code = self.restarting.logs.code_of_ranks()
+        if result.state == WorkerState.SUCCEEDED and code == EXIT_REGROUP:
+            cast(Membership, worker_group.spec.rdzv_handler).regroups = True
             return RunResult(state=WorkerState.HEALTHY)
+        codes = {ended.exitcode for ended in result.failures.values()}
+        if (result.state == WorkerState.SUCCEEDED and code == EXIT_LEFT) or (
+            codes and codes <= {-number for number in STOPPING}  # sent to ranks that start, too
+        ):
+            self._end_if_signalled()
         self.failures = self.restarting.failures(result.failures)
         if self.failures:
             self._count_restarts(worker_group.spec)
@@ -194,9 +247,13 @@ class Agent(LocalElasticAgent):
         meeting, why = worker_group.spec.rdzv_handler, ""
         left = self._remaining_restarts
         if not self.failures and isinstance(meeting, Membership):
+            if meeting.leaver() and not meeting.regroups:  # ranks here end after the same step
+                assert self._pcontext is not None
+                self._pcontext.wait(LEAVE_SECONDS, period=0.1)
+                meeting.regroups = self.restarting.logs.code_of_ranks() == EXIT_REGROUP
             why = meeting.change()
             self._note_progress(worker_group.spec)
-            if meeting.joining:
+            if meeting.regroups:
                 say(*labelled("machines", f"{why}: all ranks start again"))
                 return super()._restart_workers(worker_group)
             self.fallouts -= 1

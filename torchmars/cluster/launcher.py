@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args
 
 from torchmars.cluster import process, rendezvous
-from torchmars.cluster.agent import Agent, EndedElsewhere, Restarts, failures_of
+from torchmars.cluster.agent import Agent, EndedElsewhere, Left, Restarts, failures_of
 from torchmars.cluster.failures import Failure, Kind, first_failure, lost_machines
 from torchmars.cluster.logs import RankLogs, keep_apart
 from torchmars.cluster.scheduler import in_batch_job
@@ -85,11 +85,11 @@ def launch(
     except ChildFailedError as error:
         logs.close()
         failures = failures_of(error.failures, logs, hang, hang_seconds)
+    except (Left, EndedElsewhere) as without:
+        logs.close()
+        return report_left(without) if isinstance(without, Left) else report_spare(without)
     except SignalException as error:
         code, by = 128 + error.sigval, error.sigval.name
-    except EndedElsewhere as ended:
-        logs.close()
-        return report_spare(ended)
     except (RendezvousError, DistError) as error:
         lost = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
         refused = isinstance(error, RendezvousStateError)
@@ -139,6 +139,12 @@ def guarded_rendezvous(args: argparse.Namespace, secret: str | None = None) -> I
 def say_stopped(how: str) -> None:
     """Print that the run is not complete, where no rank may have said so."""
     say(*labelled("stopped", f"{how}; the same command resumes"))
+
+
+def report_left(left: Left) -> int:
+    """Print that the run goes on without this machine. Return the exit code."""
+    say_stopped(f"by {left.sigval.name}: {process.node()} has left the run to the other machines")
+    return EXIT_STOPPED
 
 
 def report_spare(ended: EndedElsewhere) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from torchmars.cluster import process
 from torchmars.core.console import harmless, is_shown
-from torchmars.core.errors import EXIT_REGROUP
+from torchmars.core.errors import EXIT_LEFT, EXIT_REGROUP
 from torchmars.core.files import is_at, is_gone
 
 TRACEBACK = re.compile(rb"\[rank\d+\]: ")  # begins each line of a traceback of torch's
@@ -52,7 +52,7 @@ class RankLogs(DefaultLogsSpecs):
         # A rank that knows how the run ends writes the run's exit code here.
         self.exit_code_file = scratch / "exit-code"
         self.store_file = scratch / "store"
-        self.regroup_file = scratch / "regroup"  # see process.REGROUP_FILE
+        self.notes = scratch  # see process.NOTES
         self.pipes = selectors.DefaultSelector()
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
@@ -64,7 +64,7 @@ class RankLogs(DefaultLogsSpecs):
         """
         places = super().reify(envs)
         self.close()  # the start before
-        for file in (self.exit_code_file, self.store_file, self.regroup_file):
+        for file in (self.exit_code_file, self.store_file, self.notes / process.REGROUP):
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class RankLogs(DefaultLogsSpecs):
             self.ranks = int(env["WORLD_SIZE"])
             env[process.STORE_FILE] = str(self.store_file) if self.machines == 1 else ""
             env[process.ROUND] = self.round
-            env[process.REGROUP_FILE] = str(self.regroup_file)
+            env[process.NOTES] = str(self.notes)
             self.last[rank] = deque(maxlen=LAST_LINES)
             outputs = ((1, 1, places.stdouts), (2, sys.stderr.fileno(), places.stderrs))
             for number, console, streams in outputs:
@@ -102,21 +102,18 @@ class RankLogs(DefaultLogsSpecs):
 
     def exit_code(self) -> int | None:
         """Return the run's exit code if a rank of this machine has left it."""
-        code = self._code_of_ranks()
-        return None if code == EXIT_REGROUP else code
+        code = self.code_of_ranks()
+        return None if code in (EXIT_REGROUP, EXIT_LEFT) else code
 
-    def regroups(self) -> bool:
-        """Return whether ranks of this machine have ended to start again with others."""
-        return self._code_of_ranks() == EXIT_REGROUP
-
-    def _code_of_ranks(self) -> int | None:
+    def code_of_ranks(self) -> int | None:
+        """Return the code that a rank of this machine has left, with which the run may go on."""
         text = self.exit_code_file.read_text() if self.exit_code_file.exists() else ""
         return int(text) if text else None
 
-    def ask_to_regroup(self) -> None:
-        """Ask the ranks to end after a step. If the disk refuses it, they go on."""
+    def leave_note(self, name: str, text: str = "") -> None:
+        """Tell the ranks something while they make steps. If the disk refuses it, they go on."""
         with contextlib.suppress(OSError):
-            self.regroup_file.touch()
+            (self.notes / name).write_text(text)
 
     def close(self) -> None:
         """Wait until all that was printed has been written, and close the pipes."""

@@ -45,6 +45,9 @@ from torchmars.core.timers import done_in
 LOOK_SECONDS = 2.0  # of a pause between looks at the beats that count: this machine may stand still
 ANCIENT = datetime.min.replace(tzinfo=UTC)
 END_SECONDS = 5.0  # that the store may take to tell or to hear how a run has ended
+# How the others go on if a machine leaves: from copies in memory; from a checkpoint, where parts of
+# the copies would be gone; or not at all.
+WayToLeave = Literal["copy", "save", "stop"]
 NEVER = 3e8  # seconds that torch lets a machine be silent, by whatever clocks: ten years
 
 
@@ -92,16 +95,24 @@ class Membership(DynamicRendezvousHandler):
 
     _state_holder: Beats
     _op_executor: Rounds
+    elastic: bool
+    """Whether machines come and go."""
+    holds_store: bool
+    """Whether the others may meet at this machine, or one that starts beside it."""
     join_seconds: int
     """How long after a change of the machines those that come have to wait."""
     reached: Callable[[], int]
     """Returns the last step that the run has reported."""
-    ask: Callable[[], None]
-    """Asks the ranks of this machine to end after a step."""
+    note: Callable[[str], None]
+    """Leaves a note of that name for the ranks of this machine."""
+    no_place: Callable[[], None]
+    """Called when others begin to go on without this machine."""
     begun, begun_at = 0.0, 0
     """When the newest round began, by this machine's own clock, and the step reached by then."""
-    joining = False
-    """Whether the ranks here have ended after a step, to start again with machines that join."""
+    asked = False
+    """Whether the ranks here have been asked to end, since machines join."""
+    regroups = False
+    """Whether the ranks here have ended after a step, to start again with other machines."""
     members: frozenset[_NodeDesc] = frozenset()
     """The machines of the newest round that this one has been in."""
     round = ""
@@ -124,7 +135,7 @@ class Membership(DynamicRendezvousHandler):
             if self._op_executor.spare:
                 raise RendezvousGracefulExitError from None
             raise
-        self.members, self.joining = self._here(), False
+        self.members, self.regroups, self.asked = self._here(), False, False
         self.begun, self.begun_at = time.monotonic(), self.reached()
         meeting = self._store.compare_set(self._key("meeting"), "", secrets.token_hex(8)).decode()
         if not re.fullmatch("[0-9a-f]{16}", meeting):
@@ -143,12 +154,38 @@ class Membership(DynamicRendezvousHandler):
         if gone and self._state_holder.state.closed:
             raise RendezvousClosedError("the run has ended on other machines")
         if (
-            self._op_executor.largest(here + waiting) > here
+            not self.asked
+            and self._op_executor.largest(here + waiting) > here
             and time.monotonic() >= self.begun + self.join_seconds
             and self.reached() > self.begun_at  # else joins could keep a run from any step
         ):
-            self.ask()
-        return gone or int(self.joining)
+            self.asked = True
+            self.note(process.REGROUP)
+        return gone or int(self.regroups)
+
+    @property
+    def in_run(self) -> bool:
+        """Whether this machine has ranks in the run, or had them and meets the others again."""
+        return bool(self.members) and not self._op_executor.spare
+
+    def way_to_leave(self) -> WayToLeave:
+        """Return how the others go on if this machine leaves the run."""
+        state, here = self._state_holder.state, len(self.members)
+        coming, largest = len(state.wait_list | state.redundancy_list), self._op_executor.largest
+        if self.holds_store or not largest(here - 1 + coming):
+            return "stop"
+        return "copy" if largest(here - 1) == here - 1 > 0 else "save"
+
+    def leave(self) -> None:
+        """Leave the run to the other machines. They would see it by themselves, but later."""
+
+        def leave() -> None:
+            self._stop_heartbeats()
+            self._store.set(self._key(f"left/{self.round}"), process.node())
+            self._op_executor.run(self._op_executor.leave, time.monotonic() + END_SECONDS)
+
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            done_in(END_SECONDS, leave)
 
     def change(self) -> str:
         """Return why the machines meet again, in words."""
@@ -158,7 +195,18 @@ class Membership(DynamicRendezvousHandler):
             return f"{silent} fell silent"
         if new := self._names(frozenset(self._state_holder.state.wait_list) - self.members):
             return f"{new} joins"
+        deadline = time.monotonic() + END_SECONDS
+        while not (leaver := self.leaver()) and self.regroups and time.monotonic() < deadline:
+            time.sleep(0.1)  # no round can begin before it has left this one
+        if leaver or self.regroups:
+            return f"{leaver or 'another machine'} leaves"
         return "those of another machine do"
+
+    def leaver(self) -> str:
+        """Return the name of the machine that has left this round by a signal, if one has."""
+        if not self._store.check([key := self._key(f"left/{self.round}")]):
+            return ""
+        return harmless(self._store.get(key).decode(errors="replace"))[:100]
 
     def others_act(self) -> Literal["close", "meet"] | None:
         """Wait for what other machines do after ranks here have lost a connection; None: nothing.
@@ -271,9 +319,13 @@ def meet(store: Store, backend: RendezvousBackend, parameters: RendezvousParamet
     meeting = Membership(made._this_node, settings, backend.name, store, holder)
     meeting._op_executor = Rounds(made._this_node, holder, settings)
     meeting._op_executor.usable = usable
-    meeting.reached, meeting.ask = lambda: 0, lambda: None  # until there is an agent
+    # Until there is an agent:
+    meeting.reached, meeting.note, meeting.no_place = lambda: 0, lambda name: None, lambda: None
+    meeting._op_executor.no_place = lambda: meeting.no_place()
     meeting.join_seconds = int(parameters.get("join_seconds", 60))
-    if (fewest := parameters.min_nodes) < machines:
+    meeting.elastic = (fewest := parameters.min_nodes) < machines
+    meeting.holds_store = parameters.get_as_bool("is_host") is not False
+    if meeting.elastic:
         ranks = parameters.get("per_machine")
         meeting.check_bounds(f"NNODES = {fewest}:{machines} and NGPU = {ranks}")
     return meeting

@@ -24,8 +24,12 @@ STORE_FILE = "TORCHMARS_STORE_FILE"
 ROUND = "TORCHMARS_ROUND"
 # The one with the fewest ranks with which an elastic run may go on.
 FEWEST = "TORCHMARS_FEWEST_RANKS"
-# The one with the file that is there once the ranks of such a run shall end after a step.
-REGROUP_FILE = "TORCHMARS_REGROUP_FILE"
+# The one with the folder in which the launcher of such a run leaves notes for its ranks.
+NOTES = "TORCHMARS_NOTES"
+# The note that the ranks are to end after a step, since machines join the run.
+REGROUP = "regroup"
+# The one of a signal to the launcher: the signal's name, and how the machine may leave the run.
+SIGNAL = "signal"
 
 
 def rank() -> int:
@@ -41,6 +45,11 @@ def world_size() -> int:
 def machines() -> int:
     """Return the number of machines, each of which has a launcher."""
     return torchrun_number("GROUP_WORLD_SIZE", 1)
+
+
+def machine_rank() -> int:
+    """Return this machine's number among those whose ranks have started together."""
+    return torchrun_number("GROUP_RANK", 0)
 
 
 def alone_on_machine() -> bool:
@@ -90,9 +99,15 @@ def meeting() -> str:
     return os.environ.get(ROUND, "").partition(":")[0]
 
 
-def asked_to_regroup() -> bool:
-    """Return whether the ranks are to end after a step, since machines join the run."""
-    return fewest_ranks() is not None and os.path.exists(os.environ.get(REGROUP_FILE, ""))
+def note(name: str) -> str | None:
+    """Return what the launcher of an elastic run has noted for its ranks; None: nothing.
+
+    The name is `REGROUP` or `SIGNAL`.
+    """
+    if fewest_ranks() is not None and NOTES in os.environ:
+        with contextlib.suppress(OSError), open(os.path.join(os.environ[NOTES], name)) as file:
+            return file.read()
+    return None
 
 
 def fewest_ranks() -> int | None:

@@ -37,6 +37,8 @@ class Rounds(_DistributedRendezvousOpExecutor):
     """The newest round that this machine has been in. The first of all has the number 0."""
     spare = False
     """Whether others go on without this machine, which waits."""
+    no_place: Callable[[], None]
+    """Called when others begin to go on without this machine."""
     enough_since: float | None = None
     """Since when there have been enough machines for a round, by this machine's own clock."""
 
@@ -59,12 +61,14 @@ class Rounds(_DistributedRendezvousOpExecutor):
         state, now = context.state, time.monotonic()
         here = context.node in state.participants
         was_spare = self.spare
-        self.spare = state.complete and not here and state.round != self.last
+        listed = context.node in state.wait_list | state.redundancy_list
+        self.spare = state.complete and listed and state.round != self.last
         if self.spare and not was_spare:
             text = (
                 "the run has no place for this machine now: it takes that of a lost one, or joins"
             )
             say(*labelled("waits", text))
+            self.no_place()
         if self.spare:  # as long as the others go on
             self.deadline = now + self._settings.timeout.join.total_seconds()
         deadline = max(deadline, self.deadline)
@@ -78,6 +82,16 @@ class Rounds(_DistributedRendezvousOpExecutor):
         if not self._is_new():
             over = min(over, self.enough_since + REGROUP_SECONDS)
         return _Action.MARK_RENDEZVOUS_COMPLETE if now >= over else torchs(context, deadline)
+
+    def leave(self, context: _RendezvousContext, deadline: float) -> _Action:
+        """Return what this machine, which leaves the run, does next."""
+        if context.node in context.state.participants:
+            return _Action.REMOVE_FROM_PARTICIPANTS
+        if context.node in context.state.wait_list:
+            return _Action.REMOVE_FROM_WAIT_LIST
+        if context.node in context.state.redundancy_list:
+            return _Action.REMOVE_FROM_REDUNDANCY_LIST
+        return _Action.FINISH
 
     def largest(self, machines: int) -> int:
         """Return with how many of so many machines the run goes; 0: with none."""

@@ -93,12 +93,8 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         args.sizes = sizes_of(config, machines, ranks)
         if not prepared:
             prepare(config, sources, args.sizes)
-        if machines.elastic:  # microbatches that grow as ranks go might not fit
-            same = ["--training.microbatch_size", str(args.sizes.microbatch_size)]
-            args.training_script_args += same
-            # torch then asks no machine of a round, which may be lost by now, for its ranks.
-            os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-            os.environ[process.FEWEST] = str(args.sizes.ranks[0])
+        if machines.elastic:
+            make_elastic(args)
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store: with
@@ -118,6 +114,16 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
             requeue_without_script(os.environ)
     # A negative code is the signal that ended the rank.
     raise Ended(code if code >= 0 else 128 - code)
+
+
+def make_elastic(args: argparse.Namespace) -> None:
+    """Set options and variables of a run whose machines come and go."""
+    args.signals_to_handle = signal.SIGQUIT.name  # its agent takes the others
+    # Microbatches that grow as ranks go might not fit.
+    args.training_script_args += ["--training.microbatch_size", str(args.sizes.microbatch_size)]
+    # torch then asks no machine of a round, which may be lost by now, for its ranks.
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+    os.environ[process.FEWEST] = str(args.sizes.ranks[0])
 
 
 def prepare(config: ResolvedConfig, sources: list[NamedTables], sizes: UsableSizes) -> None:

@@ -18,7 +18,10 @@ EXIT_MISTAKE = 2
 EXIT_UNCONNECTED = 69  # EX_UNAVAILABLE of sysexits.h: not connected in time; start it again
 EXIT_HUNG = 70  # EX_SOFTWARE
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to resume
-EXIT_REGROUP = 76  # of ranks that start again with machines that join; only launchers see it
+# Of ranks that end to start again with other machines, and of those whose machine leaves the run.
+# Only launchers see them.
+EXIT_REGROUP = 76
+EXIT_LEFT = 77
 
 LONGEST = 1000  # characters of an error line
 PYTHON = str(Path(os.__file__).parent)  # the folder of its own modules

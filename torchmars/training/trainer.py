@@ -1,7 +1,7 @@
 """The training loop, in time order."""
 
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from torchmars.cluster.signals import StopSignals
 from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
 from torchmars.core.device import is_gpu
-from torchmars.core.errors import EXIT_REGROUP, EXIT_STOPPED, UserError
+from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.files import is_gone
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.phases import OTHER
@@ -18,6 +18,7 @@ from torchmars.parallel.layout import FlagExchange, Layout
 from torchmars.training.abilities import resolve_on_ranks
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.data import RunData, build_data
+from torchmars.training.ending import StepFlags, ending_after_step
 from torchmars.training.garbage import MOST_STEPS, GarbageCollection
 from torchmars.training.guards import LossGuard
 from torchmars.training.profiler import Profiler
@@ -45,22 +46,6 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> "Trainer":
         trainer = Trainer(config, data, trained, checkpointer, resumed, reports)
         failed.pop_all()
     return trainer
-
-
-@dataclass(frozen=True)
-class StepFlags:
-    """The events before a step that concern all ranks, whichever rank notices them."""
-
-    stop: bool
-    """A signal asked for the end."""
-    overdue: bool
-    """A save is due by the clock."""
-    changed: bool
-    """The data have changed."""
-    gone: bool
-    """The run's folder is."""
-    regroup: bool
-    """Machines join the run."""
 
 
 class Trainer:
@@ -97,7 +82,8 @@ class Trainer:
     def run(self) -> int:
         """Train from the step reached to the last one; validate, save and report on the way.
 
-        Returns the exit code: 0, 75 for a run that a signal stopped, or `EXIT_REGROUP`.
+        Returns the exit code: 0, 75 for a run that a signal stopped; `EXIT_REGROUP` or `EXIT_LEFT`
+        where it goes on with other machines.
         """
         self.reporter.announce()
         try:
@@ -123,8 +109,9 @@ class Trainer:
 
     def train(self) -> int:
         """Make the steps that are left; return the exit code, which is 0 if all were made."""
-        code = 0
+        ending = None
         state, config, last = self.state, self.config, self.config.training.last_step
+        first = state.step + 1
         if state.step and state.validation_loss is None and self.due(config.validation.interval):
             self.validate()  # a signal stopped the run before it could
         while self.state.step < last:
@@ -145,38 +132,39 @@ class Trainer:
             if reported or state.step % MOST_STEPS == 0:
                 self.garbage.collect()
             self.reporter.report_epochs()
-            stop = flags.stop and state.step < last
-            regroup = flags.regroup and state.step < last and not stop
+            if state.step < last:
+                ending = ending_after_step(flags, self.layout, first=state.step == first)
+            hurry = ending is not None and ending.hurry
             with self.metrics.throughput.paused():
-                if self.due(config.validation.interval) and not stop:
+                if self.due(config.validation.interval) and not hurry:
                     self.validate()
-                if not stop and self.due(config.evaluation.interval):
+                if not hurry and self.due(config.evaluation.interval):
                     self.evaluate()
                 saved = (
-                    stop
+                    (ending is not None and ending.save)
                     or flags.overdue
                     or self.due(config.checkpoint.interval, config.checkpoint.at_end)
                 )
                 if saved:
                     self.save()
-            if regroup or self.due(config.checkpoint.memory_interval, at_end=False):
+            regroups = ending is not None and not ending.save
+            if regroups or self.due(config.checkpoint.memory_interval, at_end=False):
                 self.checkpointer.keep(state)
-            if regroup and not self.checkpointer.is_kept() and not saved:
+            if regroups and not self.checkpointer.is_kept() and not saved:
                 self.save()
             self.watchdog.beat(f"step {state.step + 1}")
-            if stop or regroup:
-                code = EXIT_STOPPED if stop else EXIT_REGROUP
+            if ending is not None:
                 break
         self.watchdog.beat("the last save")
-        if code == EXIT_REGROUP:
+        if ending is not None and not ending.save:
             self.checkpointer.saver.wait()  # the next ranks may go on from the copy, if it failed
-            return code
+            return ending.code
         self.checkpointer.saver.finish()
-        if code == EXIT_STOPPED:
-            self.reporter.report_stop(self.state.step, self.signals.received)
-        elif last < config.training.steps:
+        if ending is None and last < config.training.steps:
             self.reporter.report_stop(last, "training.stop_after")
-        return code
+        if ending is not None and ending.code == EXIT_STOPPED:
+            self.reporter.report_stop(self.state.step, self.signal)
+        return ending.code if ending else 0
 
     def train_step(self) -> tuple[Tensor, float] | None:
         """Make one optimizer step; return this rank's mean loss and the learning rate.
@@ -218,6 +206,12 @@ class Trainer:
         enter_phase(OTHER)
         return loss, lr
 
+    @property
+    def signal(self) -> str | None:
+        """The signal that this rank or, in an elastic run, its launcher was sent, in words."""
+        noted = process.note(process.SIGNAL)
+        return self.signals.received or (noted and noted.partition(" ")[0])
+
     def look_ahead(self, next_batch: list[Tensor]) -> None:
         """Take the next batch's gradient at these weights: exact mode corrects its step by it."""
         self.model.backward(next_batch, self.enter_phase, ahead=True)
@@ -241,11 +235,11 @@ class Trainer:
         happens later is told at the next step.
         """
         flags = StepFlags(
-            stop=self.signals.received is not None,
+            stop=self.signal is not None,
             overdue=self.checkpointer.saver.overdue(),
             changed=self.loader.changed is not None,
             gone=self.layout.first and is_gone(self.config.run.lock),
-            regroup=process.asked_to_regroup(),
+            regroup=process.note(process.REGROUP) is not None,
         )
         return self.layout.exchange_flags(*astuple(flags))
 
