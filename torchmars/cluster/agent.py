@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -117,9 +117,11 @@ class Agent(LocalElasticAgent):
         on there.
         """
         meeting = self._worker_group.spec.rdzv_handler
+        if isinstance(meeting, Membership) and meeting.elastic:
+            for number in stopping():
+                signal.signal(number, self._take_signal)
         try:
-            with self._taking_signals():
-                result = super().run(role)
+            result = super().run(role)
         except SignalException as error:
             code, began = self.restarting.logs.exit_code(), time.monotonic()
             if isinstance(meeting, Membership) and meeting.elastic and code is None:
@@ -146,23 +148,12 @@ class Agent(LocalElasticAgent):
             self._shutdown(signal.SIGKILL)  # those who meet may go on: nothing is published here
             raise
 
-    @contextlib.contextmanager
-    def _taking_signals(self) -> Iterator[None]:
-        """Take the signals to this machine, in the body, if it is one of an elastic run."""
-        meeting = self._worker_group.spec.rdzv_handler
-        taken = stopping() if isinstance(meeting, Membership) and meeting.elastic else []
-        before = {number: signal.signal(number, self._take_signal) for number in taken}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _take_signal(self, number: int, frame: object) -> None:
         """Let the ranks end the run after a step, or leave it. A second signal ends them at once.
 
         While the machines meet, what the run has reached may be in their memory alone. So this one
-        first starts its ranks again. A machine that has no part in the run ends.
+        first starts its ranks again. A machine that has no part in the run ends. Once the ranks
+        have ended, a signal changes nothing.
         """
         meeting, now = cast(Membership, self._worker_group.spec.rdzv_handler), time.monotonic()
         sent = signal.Signals(number)
