@@ -11,6 +11,8 @@
 #   NNODES=2 RDZV_ENDPOINT=first-node:29400 ./run_train.sh [--section.key value ...]
 #   sbatch --nodes=4 --gpus-per-node=8 run_train.sh [--section.key value ...]
 #   NNODES=2:4 sbatch --no-kill --nodes=4 --gpus-per-node=8 run_train.sh [--section.key value ...]
+#   NNODES=2:4 RDZV_ENDPOINT=login-node:29400 sbatch --array=0-3 --nodes=1 --gpus-per-node=8 \
+#       run_train.sh [--section.key value ...]
 #
 #   CONFIG_FILE    the config, or several, of which the later ones win: "gpt2_small.toml my.toml".
 #                  One that is no file here is taken from train_configs, or is the name of a preset
@@ -44,18 +46,31 @@ set -euo pipefail
 
 places=("$(dirname "$0")")
 batch=false
+elastic=false
+array=""  # the number of that whose jobs are the machines of one run
 if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     batch=true
+    job=$SLURM_JOB_ID
+    if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then  # the number alone may be that of the whole array
+        job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    fi
     # $0 is a copy that SLURM made; the job knows the script, and its arguments on the same line.
-    script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p' || true)
+    script=$(scontrol show job "$job" | sed -n 's/^ *Command=//p' || true)
     places+=("${script%%/run_train.sh*}" "$SLURM_SUBMIT_DIR")
-    if [ -z "${RDZV_ENDPOINT+set}" ]; then  # the nodes meet at the first one, at a port to be found
+    if [[ ${NNODES:-} == *:* ]]; then
+        elastic=true
+        array=${SLURM_ARRAY_JOB_ID:-}
+    fi
+    # The nodes of one job meet at the first one, at a port to be found.
+    if [ -z "$array" ] && [ -z "${RDZV_ENDPOINT+set}" ]; then
         export RDZV_ENDPOINT TORCHMARS_JOB_ENDPOINT
         nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
         RDZV_ENDPOINT=${nodes%%$'\n'*}:20000
         TORCHMARS_JOB_ENDPOINT=$RDZV_ENDPOINT
     fi
-    export RDZV_TOKEN=${RDZV_TOKEN-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+    if [ -z "$array" ]; then
+        export RDZV_TOKEN=${RDZV_TOKEN-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+    fi
 fi
 for root in "${places[@]}"; do
     [ ! -e "$root/torchmars/__init__.py" ] || break  # the repository
@@ -95,6 +110,9 @@ fi
 # Data and checkpoints are checked once. Then there is one launcher on each node of the job, and its
 # ranks on all CPUs that the job has there. All of them get the arguments of this script.
 "$python" -m torchmars train --prepare "$@"
+if [ -n "$array" ] && "$python" -m torchmars train --complete "$@"; then
+    exit 0  # the others have ended while this job was in the queue
+fi
 if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ]; then  # this is the first node
     port="from torchmars.cluster.ports import job_port; print(job_port($SLURM_JOB_ID))"
     port=$("$python" -c "$port")
@@ -102,10 +120,12 @@ if [ "${TORCHMARS_JOB_ENDPOINT:-}" = "$RDZV_ENDPOINT" ]; then  # this is the fir
     TORCHMARS_JOB_ENDPOINT=$RDZV_ENDPOINT
 fi
 nodes=${NNODES:-$SLURM_JOB_NUM_NODES}
-elastic=""
-if [ "$nodes" != "${nodes%:*}" ]; then  # the step goes on without nodes that are lost
+no_kill=""
+if [ "$elastic" = true ]; then
     nodes=$SLURM_JOB_NUM_NODES
-    elastic=--no-kill
+fi
+if [ "$elastic" = true ] && [ -z "$array" ]; then  # the step goes on without nodes that are lost
+    no_kill=--no-kill
     if [ -z "${SBATCH_NO_KILL+set}" ]; then  # SLURM tells nobody of the option itself
         echo "warning   a lost node ends this job, unless you gave sbatch the option --no-kill" >&2
     fi
@@ -122,7 +142,7 @@ fi
 if [ "$code" -eq 0 ]; then
     unset NODE_RANK
     srun --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \
-        $elastic "$python" -m torchmars train --prepared "$@" &
+        $no_kill "$python" -m torchmars train --prepared "$@" &
     step=$!
     trap 'kill -USR1 "$step" || true' USR1 TERM
     while kill -0 "$step" 2>/dev/null; do  # a signal ends a wait early
@@ -131,43 +151,35 @@ if [ "$code" -eq 0 ]; then
     wait "$step" || code=$?  # bash keeps the code of a step that ended before it is asked for it
 fi
 # The code of srun is the highest of all: that of a launcher which was killed, or cut off.
-complete="import sys
-from torchmars.commands.train import Train
-from torchmars.config.load import config_of, load_sources
-from torchmars.core.options import take_options
-from torchmars.records.overview import overview
-_, words = take_options(Train, sys.argv[1:])
-folder = config_of(load_sources(words, 'torchmars train')).run.path
-sys.exit(overview(folder).state != 'complete')"
-if [ -n "$elastic" ] && [ "$code" -ne 0 ] && "$python" -c "$complete" "$@" 2>/dev/null; then
+if [ "$elastic" = true ] && [ "$code" -ne 0 ] && "$python" -m torchmars train --complete "$@"; then
     code=0
 fi
 
 # Back into the queue, unless the run is complete or mistaken, the job was cancelled, or it has
 # failed at once twice in a row.
-state=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z]*\).*/\1/p')
+state=$(scontrol show job "$job" | sed -n 's/.*JobState=\([A-Z]*\).*/\1/p')
 again=false
 if [ "$state" = RUNNING ] && [ "$code" -eq 75 ]; then
     again=true
-    scontrol update JobId="$SLURM_JOB_ID" Comment="torchmars: stopped" || true
+    scontrol update JobId="$job" Comment="torchmars: stopped" || true
 elif [ "$state" = RUNNING ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ]; then
     failed="failed at once"
     # Many ranks wait longer than that for each other before they give up (69).
     [ "$SECONDS" -lt "$([ "$code" -eq 69 ] && echo 1800 || echo 300)" ] || failed="failed"
     again=true
-    if [ "$failed" = "failed at once" ] && scontrol show job "$SLURM_JOB_ID" |
+    if [ "$failed" = "failed at once" ] && scontrol show job "$job" |
             grep -q "Comment=torchmars: failed at once"; then
         again=false
         echo "error: the run failed at once twice in a row (exit code $code):" \
             "it is not put back into the queue" >&2
     fi
-    scontrol update JobId="$SLURM_JOB_ID" Comment="torchmars: $failed" || true
+    scontrol update JobId="$job" Comment="torchmars: $failed" || true
 fi
 if [ "$again" = true ]; then
     echo "the run is not complete (exit code $code): the job goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
-    if [ -n "$elastic" ]; then  # with as many nodes as it had
-        scontrol update JobId="$SLURM_JOB_ID" NumNodes="$SLURM_JOB_NUM_NODES" || true
+    scontrol requeue "$job"
+    if [ "$elastic" = true ] && [ -z "$array" ]; then  # with as many nodes as it had
+        scontrol update JobId="$job" NumNodes="$SLURM_JOB_NUM_NODES" || true
     fi
 fi
 exit "$code"

@@ -1,6 +1,7 @@
 """How run_train.sh starts and ends in a SLURM job, whose commands and Python are stubs here."""
 
 import os
+import re
 import shutil
 import subprocess
 
@@ -15,14 +16,14 @@ from torchmars.cluster.scheduler import of_elastic_job, requeue_without_script
 STUBS = {
     "python": """
 [ "${3-}" != rendezvous ] || { [ -z "${NNODES-}" ] && exit "$CODE"; echo meet; exec sleep 60; }
-[[ ${2-} != *overview* ]] || exit "$INCOMPLETE"
+[ "${4-}" != --complete ] || exit "$INCOMPLETE"
 """,
     "srun": 'exit "$CODE"',
     "scontrol": """
 case $1 in
 show) [ "$2" = hostnames ] && echo n1 || cat job ;;
 update) echo "JobState=RUNNING $3" > job ;;
-requeue) echo requeued ;;
+requeue) echo "requeued $2" ;;
 esac
 """,
 }
@@ -30,7 +31,7 @@ esac
 
 @pytest.fixture
 def end(tmp_path):
-    """Let the job end with an exit code; whether it goes back into the queue."""
+    """Let the job end with an exit code; the job that goes back into the queue, if one does."""
     for name, script in STUBS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
@@ -53,7 +54,8 @@ def end(tmp_path):
             ["bash", "script"], cwd=tmp_path, env=variables, capture_output=True, text=True
         )
         assert ended.returncode == (code if leaves is None else leaves), ended.stderr
-        return "requeued" in ended.stdout
+        [requeued] = re.findall("^requeued (.*)$", ended.stdout, re.MULTILINE) or [""]
+        return requeued
 
     return end
 
@@ -63,26 +65,44 @@ def test_a_job_that_is_complete_or_mistaken_ends(end, code):
     assert not end(code)
 
 
+ELEMENT = {
+    "NNODES": "1:2",
+    "RDZV_ENDPOINT": "login:29400",
+    "SLURM_ARRAY_JOB_ID": "5",
+    "SLURM_ARRAY_TASK_ID": "3",
+}
+
+
+def test_a_job_of_an_array_comes_back_alone(end):
+    assert end(75, own=ELEMENT | {"INCOMPLETE": "75"}) == "5_3"
+    assert end(75, own=ELEMENT | {"NNODES": "1", "INCOMPLETE": "75"}) == "5_3"  # not a machine
+    assert end(75) == "7"
+
+
+def test_a_job_of_an_array_whose_run_is_complete_starts_nothing(end):
+    assert not end(75, own=ELEMENT | {"INCOMPLETE": "0"}, leaves=0)
+
+
 @pytest.mark.parametrize("code", [1, 69, 70])
 def test_a_failure_at_once_comes_back_once(end, code):
-    assert [end(code) for _ in range(3)] == [True, False, False]
+    assert [end(code) for _ in range(3)] == ["7", "", ""]
 
 
 @pytest.mark.parametrize("code,again", [(69, True), (2, False)])
 def test_a_job_whose_machines_cannot_meet_ends_as_its_rendezvous(end, code, again):
-    assert end(code, nodes=2) == again
+    assert bool(end(code, nodes=2)) == again
 
 
 @pytest.mark.parametrize("incomplete", [0, 1])
 def test_a_launcher_that_was_killed_does_not_put_back_a_complete_run(end, incomplete):
     own = {"NNODES": "1:2", "INCOMPLETE": str(incomplete)}
-    assert end(137, nodes=2, own=own, leaves=137 * incomplete) == bool(incomplete)
+    assert end(137, nodes=2, own=own, leaves=137 * incomplete) == "7" * incomplete
 
 
 def test_ranks_that_never_connect_come_back_once_however_long_they_waited(end):
-    assert [end(69, seconds=400), end(69, seconds=400)] == [True, False]
-    assert [end(69, seconds=2000), end(69, seconds=2000)] == [True, True]  # a machine was lost
-    assert [end(75), end(1, seconds=400), end(1, seconds=400)] == [True, True, True]
+    assert [end(69, seconds=400), end(69, seconds=400)] == ["7", ""]
+    assert [end(69, seconds=2000), end(69, seconds=2000)] == ["7", "7"]  # a machine was lost
+    assert [end(75), end(1, seconds=400), end(1, seconds=400)] == ["7", "7", "7"]
 
 
 @pytest.mark.parametrize(

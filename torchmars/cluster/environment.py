@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from torchmars.cluster.scheduler import CORES, RESTARTS, VARIABLES, in_batch_job, number_of
+from torchmars.cluster.scheduler import (
+    CORES,
+    RESTARTS,
+    VARIABLES,
+    array_of_machines,
+    in_batch_job,
+    number_of,
+)
 from torchmars.cluster.sizes import MinMax, read_bounds
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
@@ -143,7 +150,11 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             if source in variables
         }
     )
+    if array_of_machines(variables) is not None:
+        check_array(environment, number_of(variables, of_job["NNODES"], 1))
     environment.check(sources["NNODES"])
+    if array_of_machines(variables) is not None:
+        return environment
     most = environment.NNODES.most
     nodes = number_of(variables, of_job["NNODES"], most) if of_job else most
     if number_of(variables, RESTARTS, 0) and environment.NNODES.fewest <= nodes < most:
@@ -154,6 +165,20 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             f"with --nodes={most}, or lower NNODES"
         )
     return environment
+
+
+def check_array(environment: Environment, nodes: int) -> None:
+    """Raise `UserError` unless jobs of an array, of `nodes` nodes each, can be a run's machines."""
+    what = f"NNODES = {environment.NNODES} in an array of jobs"
+    if nodes != 1:
+        raise UserError(
+            f"{what}, of which each is a machine: submit it with --nodes=1, not {nodes}"
+        )
+    if not environment.RDZV_ENDPOINT:
+        raise UserError(
+            f"{what} needs RDZV_ENDPOINT=HOST:PORT, where `torchmars rendezvous HOST:PORT` runs "
+            "outside of the array, so that any of its jobs may end"
+        )
 
 
 def read_variable(name: str, value: str, source: str = "") -> Any:

@@ -19,7 +19,7 @@ VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
 # run_train.sh's variable with the endpoint of a job for which nobody has set one.
 JOB_ENDPOINT = "TORCHMARS_JOB_ENDPOINT"
 CORES, JOB, NODE = "SLURM_CPUS_ON_NODE", "SLURM_JOB_ID", "SLURMD_NODENAME"
-RESTARTS = "SLURM_RESTART_COUNT"
+ARRAY, RESTARTS = "SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT"
 LOOK_SECONDS, UNNOTICED_SECONDS = 5.0, 900.0
 
 
@@ -35,6 +35,16 @@ def of_elastic_job(variables: Mapping[str, str]) -> bool:
     """
     elastic = ":" in variables.get("NNODES", "") and JOB_ENDPOINT in variables
     return in_batch_job(variables) and elastic
+
+
+def array_of_machines(variables: Mapping[str, str]) -> str | None:
+    """Return the number of the array whose jobs are the machines of one run; None for other jobs.
+
+    That is an array which NNODES=MIN:MAX was given. SLURM puts a job of it back into the queue when
+    its node is lost, and it may join the run again, which a node of one job cannot.
+    """
+    elastic = ":" in variables.get("NNODES", "")
+    return variables.get(ARRAY) if in_batch_job(variables) and elastic else None
 
 
 def requeue_without_script(variables: Mapping[str, str]) -> None:

@@ -17,12 +17,14 @@ from torchmars.cluster.environment import (
     cores_of,
     read_environment,
 )
-from torchmars.cluster.scheduler import JOB
+from torchmars.cluster.scheduler import JOB, array_of_machines
+from torchmars.cluster.shared_secret import shared_secret
 from torchmars.cluster.sizes import sizes_of
 from torchmars.config.load import config_of, load_sources, require_config
 from torchmars.core import console
-from torchmars.core.errors import UserError, exit_on_user_error
+from torchmars.core.errors import EXIT_STOPPED, Ended, UserError, exit_on_user_error
 from torchmars.core.options import take_options
+from torchmars.records.overview import is_complete
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Train:
     """Only make the preparations that need no ranks, once for all machines."""
     prepared: bool = False
     """Skip what --prepare has done."""
+    complete: bool = False
+    """Only tell whether the run is complete: exit code 0, or else 75."""
     quiet: bool = False
     """Print only warnings and errors. The logs of the ranks have all."""
 
@@ -52,6 +56,8 @@ def main() -> None:
         sources = load_sources(rest, "torchmars train", Train)
         require_config(rest)
         config = config_of(sources)
+        if options.complete:
+            raise Ended(0 if is_complete(config.run.path) else EXIT_STOPPED)
         ranks = environment.NGPU or process.local_gpus() or 2
         check_shown(environment.LOG_RANK, ranks)
         os.environ.update(environment.rank_variables(ranks, cores_of(os.environ)))
@@ -63,5 +69,9 @@ def main() -> None:
             sizes = sizes_of(config, environment.NNODES, ranks)
             return launch.prepare(config, sources, sizes)
         own = ["--prepared"] if options.prepared else []
-        torchrun = environment.torchrun_options(ranks, os.environ.get(JOB) or config.run.name)
+        array = array_of_machines(os.environ)
+        if array is not None and "RDZV_TOKEN" not in os.environ:
+            os.environ["RDZV_TOKEN"] = shared_secret(config.run.path, array)
+        job = array or os.environ.get(JOB) or config.run.name
+        torchrun = environment.torchrun_options(ranks, job)
         launch.main([*own, *torchrun, "-m", "torchmars.train", *rest], sources)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torchmars.core.errors import UserError
 from torchmars.core.locks import is_locked
 from torchmars.metrics.events import EVENTS_FILE
 from torchmars.metrics.journal import METRICS_FILE, last_rows
@@ -54,6 +55,13 @@ def overview(folder: Path) -> Overview:
         last_written(folder),
         run.events.damaged + damaged,
     )
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether there is a run in `folder` that has made all its steps."""
+    with contextlib.suppress(UserError):
+        return overview(folder).state == "complete"
+    return False
 
 
 def state_of(run: Run) -> State:
