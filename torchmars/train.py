@@ -16,6 +16,7 @@ from torchmars.cluster.environment import keep_compiled_in
 from torchmars.cluster.signals import follow_launcher
 from torchmars.config.load import load_config, require_config
 from torchmars.core.errors import (
+    EXIT_INTERRUPTED,
     EXIT_UNCONNECTED,
     LostRank,
     OutOfMemory,
@@ -61,7 +62,9 @@ def main() -> None:
     # The other ranks may wait for this one in a collective of NCCL: leaving the process group would
     # wait for them in turn. So a failure is told, and then the process ends as it is.
     except SystemExit as ended:
-        end_at_once(leave_exit_code(ended.code if isinstance(ended.code, int) else 1))
+        code = ended.code if isinstance(ended.code, int) else 1
+        # Ctrl-C ended this rank alone: how the run ends is for its launcher to say.
+        end_at_once(code if code == EXIT_INTERRUPTED else leave_exit_code(code))
     except LostRank as error:  # a line instead of a traceback
         report_failure(error)
         end_at_once(EXIT_UNCONNECTED)

@@ -1,6 +1,7 @@
 """torchrun's agent of one machine, which starts the ranks again after one has died."""
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +35,13 @@ from torchmars.cluster.logs import RankLogs
 from torchmars.cluster.membership import Membership, unanswered
 from torchmars.cluster.signals import ECHO_SECONDS, STOPPING, stopping
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import EXIT_HUNG, EXIT_LEFT, EXIT_MISTAKE, EXIT_REGROUP
+from torchmars.core.errors import (
+    EXIT_HUNG,
+    EXIT_INTERRUPTED,
+    EXIT_LEFT,
+    EXIT_MISTAKE,
+    EXIT_REGROUP,
+)
 from torchmars.core.timers import done_in
 
 LEAVE_SECONDS = 10.0  # that a machine which was signalled waits for the others to end
@@ -108,7 +115,7 @@ class Agent(LocalElasticAgent):
         """The signal that asked this machine of an elastic run to stop, and when it came."""
         if isinstance(meeting := self._worker_group.spec.rdzv_handler, Membership):
             meeting.reached, meeting.note = restarting.reached, restarting.logs.leave_note
-            meeting.no_place = self._end_if_signalled
+            meeting.no_place = self._end_without_place
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Start the ranks, and wait for their end.
@@ -152,22 +159,28 @@ class Agent(LocalElasticAgent):
         """Let the ranks end the run after a step, or leave it. A second signal ends them at once.
 
         While the machines meet, what the run has reached may be in their memory alone. So this one
-        first starts its ranks again. A machine that has no part in the run ends. Once the ranks
-        have ended, a signal changes nothing.
+        first starts its ranks again. A machine that has no part in the run ends, unless the others
+        meet at it. Once the ranks have ended, a signal changes nothing.
         """
         meeting, now = cast(Membership, self._worker_group.spec.rdzv_handler), time.monotonic()
         sent = signal.Signals(number)
-        if self.signalled is None and meeting.in_run:
+        if self.signalled is None and meeting.is_needed:
             self.signalled = sent, now
             note = f"{sent.name} {meeting.way_to_leave()}"
             self.restarting.logs.leave_note(process.SIGNAL, note)
         elif self.signalled is None or now - self.signalled[1] > ECHO_SECONDS:
-            self._shutdown(signal.SIGKILL)
+            for rank in self._pcontext.pids().values() if self._pcontext else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
             raise SignalException("ended", sent)
 
     def _end_if_signalled(self) -> None:
         if self.signalled is not None:
             raise SignalException("ended", self.signalled[0])
+
+    def _end_without_place(self) -> None:
+        if not cast(Membership, self._worker_group.spec.rdzv_handler).is_needed:
+            self._end_if_signalled()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -175,10 +188,9 @@ class Agent(LocalElasticAgent):
         if result.state == WorkerState.SUCCEEDED and code == EXIT_REGROUP:
             cast(Membership, worker_group.spec.rdzv_handler).regroups = True
             return RunResult(state=WorkerState.HEALTHY)
-        codes = {ended.exitcode for ended in result.failures.values()}
-        if (result.state == WorkerState.SUCCEEDED and code == EXIT_LEFT) or (
-            codes and codes <= {-number for number in STOPPING}  # sent to ranks that start, too
-        ):
+        # Ranks that start do not catch signals yet.
+        ended = {EXIT_INTERRUPTED, *(-number for number in STOPPING)}
+        if code == EXIT_LEFT or any(each.exitcode in ended for each in result.failures.values()):
             self._end_if_signalled()
         self.failures = self.restarting.failures(result.failures)
         if self.failures:

@@ -18,6 +18,7 @@ from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousParameters,
@@ -121,6 +122,7 @@ class Membership(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the machines of the next round; name those of the last one that do not come."""
         self._store.set(self._key(f"machine/{self._this_node}"), process.node())
+        self._op_executor.patient = self.regroups
         try:
             info = super().next_rendezvous()
         except RendezvousTimeoutError:
@@ -168,6 +170,11 @@ class Membership(DynamicRendezvousHandler):
         """Whether this machine has ranks in the run, or had them and meets the others again."""
         return bool(self.members) and not self._op_executor.spare
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether the others would lose something if this machine ended at once."""
+        return self.in_run or (self._op_executor.spare and self.holds_store)
+
     def way_to_leave(self) -> WayToLeave:
         """Return how the others go on if this machine leaves the run."""
         state, here = self._state_holder.state, len(self.members)
@@ -181,10 +188,12 @@ class Membership(DynamicRendezvousHandler):
 
         def leave() -> None:
             self._stop_heartbeats()
+            # A signal may have come in the middle of a change: take the state from the store.
+            self._state_holder._dirty, self._state_holder._last_sync_time = False, -1
             self._store.set(self._key(f"left/{self.round}"), process.node())
             self._op_executor.run(self._op_executor.leave, time.monotonic() + END_SECONDS)
 
-        with contextlib.suppress(RuntimeError, TimeoutError):
+        with contextlib.suppress(RuntimeError, TimeoutError, RendezvousError):
             done_in(END_SECONDS, leave)
 
     def change(self) -> str:
@@ -250,7 +259,8 @@ class Membership(DynamicRendezvousHandler):
             self._store.set(self._key(f"ended/{self.launch}"), str(code))
             self.set_closed()
 
-        with contextlib.suppress(RuntimeError, TimeoutError):  # the store may have ended before
+        # The store may have ended before.
+        with contextlib.suppress(RuntimeError, TimeoutError, RendezvousError):
             done_in(END_SECONDS, close)
 
     def ended(self) -> int | None:

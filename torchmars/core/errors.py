@@ -22,6 +22,7 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again
 # Only launchers see them.
 EXIT_REGROUP = 76
 EXIT_LEFT = 77
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 LONGEST = 1000  # characters of an error line
 PYTHON = str(Path(os.__file__).parent)  # the folder of its own modules
@@ -143,7 +144,7 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
         code = EXIT_UNCONNECTED if isinstance(error, (NotMet, Unreachable)) else EXIT_MISTAKE
         raise Ended(code) from None
     except KeyboardInterrupt:
-        raise Ended(130) from None
+        raise Ended(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
         if not unread():
             raise

@@ -10,7 +10,7 @@ from torchmars.cluster.signals import StopSignals
 from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
 from torchmars.core.device import is_gpu
-from torchmars.core.errors import EXIT_STOPPED, UserError
+from torchmars.core.errors import UserError
 from torchmars.core.files import is_gone
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.phases import OTHER
@@ -18,7 +18,7 @@ from torchmars.parallel.layout import FlagExchange, Layout
 from torchmars.training.abilities import resolve_on_ranks
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.data import RunData, build_data
-from torchmars.training.ending import StepFlags, ending_after_step
+from torchmars.training.ending import STOP, Ending, StepFlags, ending_after_step
 from torchmars.training.garbage import MOST_STEPS, GarbageCollection
 from torchmars.training.guards import LossGuard
 from torchmars.training.profiler import Profiler
@@ -124,6 +124,7 @@ class Trainer:
             flags = self.agreed_events()
             if made is None:
                 self.roll_back()
+                first = self.state.step + 1
                 continue
             state = self.state
             state.step, state.validation_loss = step, None
@@ -132,6 +133,7 @@ class Trainer:
             if reported or state.step % MOST_STEPS == 0:
                 self.garbage.collect()
             self.reporter.report_epochs()
+            ending = None
             if state.step < last:
                 ending = ending_after_step(flags, self.layout, first=state.step == first)
             hurry = ending is not None and ending.hurry
@@ -147,24 +149,35 @@ class Trainer:
                 )
                 if saved:
                     self.save()
-            regroups = ending is not None and not ending.save
-            if regroups or self.due(config.checkpoint.memory_interval, at_end=False):
+            if ending is None and self.due(config.checkpoint.memory_interval, at_end=False):
                 self.checkpointer.keep(state)
-            if regroups and not self.checkpointer.is_kept() and not saved:
-                self.save()
-            self.watchdog.beat(f"step {state.step + 1}")
-            if ending is not None:
+            if ending is STOP or (ending is not None and self.hand_over(ending, saved)):
                 break
+            self.watchdog.beat(f"step {state.step + 1}")
         self.watchdog.beat("the last save")
-        if ending is not None and not ending.save:
-            self.checkpointer.saver.wait()  # the next ranks may go on from the copy, if it failed
+        if ending is not None and ending is not STOP:
             return ending.code
         self.checkpointer.saver.finish()
-        if ending is None and last < config.training.steps:
-            self.reporter.report_stop(last, "training.stop_after")
-        if ending is not None and ending.code == EXIT_STOPPED:
+        if ending is STOP:
             self.reporter.report_stop(self.state.step, self.signal)
-        return ending.code if ending else 0
+        elif last < config.training.steps:
+            self.reporter.report_stop(last, "training.stop_after")
+        return STOP.code if ending is STOP else 0
+
+    def hand_over(self, ending: Ending, saved: bool) -> bool:
+        """Keep the run for the ranks that go on from here; return whether that worked.
+
+        In memory or else in a checkpoint, which may be `saved` already. If it fails, these ranks
+        make another step.
+        """
+        if not ending.save:
+            self.checkpointer.keep(self.state)
+            if self.checkpointer.is_kept():
+                return True
+        if not saved:
+            self.save()
+        self.checkpointer.saver.wait()
+        return not self.checkpointer.saver.error
 
     def train_step(self) -> tuple[Tensor, float] | None:
         """Make one optimizer step; return this rank's mean loss and the learning rate.
