@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.support.records import listed_run
+from torchmars.metrics.events import EventLog
 
 
 @pytest.fixture
@@ -34,6 +35,21 @@ def test_a_line_for_each_run(run, tmp_path):
     assert (found[0]["state"], found[0]["loss"], found[0]["step"]) == ("stopped", 20.0, 20)
     assert set(found[2]) == {"folder", "damaged"}
     assert [line.split()[0] for line in run("runs/good")[1].splitlines()] == ["run", "runs/good"]
+
+
+def test_a_run_whose_machines_have_come_and_gone_says_so(run, tmp_path):
+    folder = tmp_path / "runs" / "books"
+    listed_run(folder, [], reported=[10])
+    log = EventLog(folder)
+    log.add("started", 0, machines=3)
+    for kind in ("left", "left", "joined"):
+        log.add(kind, 8, machine="m1")
+    log.add("started", 8, machines=2)
+    log.add("stopped", 10)
+    code, out, _ = run("--json", "runs.json")
+    assert code == 0 and out.endswith("  stopped, 2 machines (2 left, 1 joined)\n")
+    [found] = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert (found["machines"], found["left"], found["joined"]) == (2, 2, 1)
 
 
 def test_names_do_not_steer_a_terminal(run, tmp_path):

@@ -1,148 +1,16 @@
 """Runs of NNODES=MIN:MAX that lose machines and get others, and go on from copies in memory."""
 
-import contextlib
-import json
-import random
-import re
 import signal
 import time
 
 import pytest
 
-from tests.support.machines import (
-    free_endpoint,
-    machine,
-    signal_all,
-    start_store,
-    tree_of,
-    wait_for,
-)
-from tests.support.same_end import tables_of
-from tests.support.tiny import metrics, run_folder_of, write_text
+from tests.support.elastic import IN_MEMORY, Machines, elastic_tables
+from tests.support.machines import wait_for
+from tests.support.tiny import metrics, run_folder_of
 from torchmars.checkpoint.memory import shared_memory
 
 pytestmark = pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
-MANY = 100_000  # steps: the run ends by a signal
-
-
-class Machines:
-    """The launchers of an elastic run that meet at a store apart, by name."""
-
-    def __init__(self, tables, nodes, join_seconds=300, starts=4):
-        self.tables, self.nodes, self.join_seconds = tables, nodes, join_seconds
-        self.starts_of_each = starts
-        self.living, self.stack = {}, contextlib.ExitStack()
-        self.number = 0
-
-    def __enter__(self):
-        self.endpoint = self.stack.enter_context(free_endpoint())
-        self.store = start_store(self.endpoint)
-        return self
-
-    def __exit__(self, *exception):
-        for each in self.living.values():
-            signal_all(tree_of(each), signal.SIGKILL)
-            each.wait()
-        self.store.kill()
-        self.store.communicate()
-        self.stack.close()
-
-    def start(self, count=1):
-        """Start machines; return the name of the last one."""
-        for _ in range(count):
-            name, self.number = f"m{self.number}", self.number + 1
-            self.living[name] = machine(
-                self.tables,
-                name,
-                self.endpoint,
-                None,
-                join_seconds=self.join_seconds,
-                nodes=self.nodes,
-                starts=self.starts_of_each,
-            )
-        return name
-
-    def send(self, name, number):
-        """Send a signal to all processes of a machine."""
-        signal_all(tree_of(self.living[name]), number)
-
-    def lose(self, name):
-        """Kill a machine; return the last step that was reported."""
-        self.send(name, signal.SIGKILL)
-        self.living.pop(name).wait()
-        return self.reached
-
-    @property
-    def reached(self):
-        file = run_folder_of(self.tables) / "metrics.jsonl"
-        return max(metrics(self.tables), default=0) if file.exists() else 0
-
-    @property
-    def starts(self):
-        """(step, machines, origin) of each start."""
-        rows = self.events("started")
-        return [(row["step"], row["machines"], row["origin"]) for row in rows]
-
-    def wait_for_start(self, number):
-        """Wait until the ranks have started so often, and have made three steps."""
-        wait_for(lambda: len(self.starts) >= number, *self.living.values())
-        begun = self.starts[-1][0]
-        wait_for(lambda: self.reached >= begun + 3, *self.living.values())
-        assert len(self.starts) == number, self.starts
-
-    def first(self):
-        """Return the name of the machine that has rank 0."""
-        said = (run_folder_of(self.tables) / "logs" / "rank-00000.log").read_text()
-        return re.findall(r"(m[0-9]+) rank 0 \|", said)[-1]
-
-    def events(self, *kinds):
-        file = run_folder_of(self.tables) / "events.jsonl"
-        rows = map(json.loads, file.read_text().splitlines()) if file.exists() else []
-        return [row for row in rows if row["event"] in kinds]
-
-    def said(self, name):
-        return (run_folder_of(self.tables).parent.parent / f"{name}.log").read_text()
-
-    def leave(self, name, number=signal.SIGTERM, ranks=False):
-        """Send a signal to the launcher of a machine, or to its ranks too; return its exit code."""
-        launcher = self.living.pop(name)
-        signal_all(tree_of(launcher) if ranks else [launcher.pid], number)
-        code = launcher.wait()
-        print(self.said(name))
-        return code
-
-    def end(self, *names):
-        """Stop the run by a signal to the named machines, or to all; return the codes of all.
-
-        Prints what the machines have said, which pytest shows where a test fails.
-        """
-        for name in names or self.living:
-            self.living[name].send_signal(signal.SIGTERM)
-        codes = [each.wait() for each in self.living.values()]
-        print(*map(self.said, self.living), sep="\n")
-        self.living.clear()
-        return codes
-
-    def check_metrics(self):
-        """Every step was reported, once."""
-        file = run_folder_of(self.tables) / "metrics.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        steps = [row["step"] for row in rows if "train/loss" in row]
-        assert steps == list(range(1, len(steps) + 1))
-
-
-def elastic_tables(folder, steps=MANY, **changes):
-    write_text(folder)
-    tables = tables_of(folder, "elastic", steps, {"model": {"dropout": 0.0}})
-    tables["checkpoint"] = {"interval": MANY, "memory_interval": 1}
-    tables["validation"] = {"interval": 0}
-    tables["metrics"] = tables.get("metrics", {}) | {"log_interval": 1}
-    for section, table in changes.items():
-        tables[section] = tables.get(section, {}) | table
-    return tables
-
-
-IN_MEMORY = "from step {}: the copy in memory"
 
 
 def test_a_run_loses_its_first_machine_and_gets_another(tmp_path):
@@ -317,43 +185,3 @@ def test_machines_of_other_bounds_are_refused(tmp_path):
         own, other = ("1:2", "1:3") if name == "m0" else ("1:3", "1:2")
         found = f"{name} has NNODES = {own} and NGPU = 1, and the first machine NNODES = {other}"
         assert found in machines.said(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("most", [3, 4])
-def test_a_campaign_of_losses_and_joins_costs_two_steps_each(tmp_path, most):
-    """Losses stay those of a run that nothing happens to, at a rate where two sizes agree."""
-    tables = elastic_tables(tmp_path, optimizer={"lr": 1e-5}, training={"global_batch_size": 12})
-    chance, seconds = random.Random(most), []
-    with Machines(tables, f"1:{most}", starts=22) as machines:
-        machines.start(most)
-        machines.wait_for_start(1)
-        for event in range(20):
-            fewer = len(machines.living) > 1 and (
-                len(machines.living) == most or chance.random() < 0.5
-            )
-            before, reached = len(machines.starts), machines.reached
-            began = time.monotonic()
-            if fewer:
-                name = machines.first() if chance.random() < 0.5 else min(machines.living)
-                reached = machines.lose(name)
-            else:
-                machines.start()
-            machines.wait_for_start(before + 1)
-            seconds.append(f"{'lose' if fewer else 'join'} {time.monotonic() - began:.1f}")
-            step, count, origin = machines.starts[-1]
-            assert count == len(machines.living), (event, machines.starts)
-            assert origin == IN_MEMORY.format(step)
-            assert step >= reached - 2, (event, reached, machines.starts)
-        assert set(machines.end()) == {75}
-        machines.check_metrics()
-        print(seconds)
-    # The same steps without any event.
-    losses = metrics(tables)
-    straight = tables | {"run": tables["run"] | {"name": "straight"}}
-    straight["training"] = tables["training"] | {"steps": min(60, max(losses))}
-    with Machines(straight, "1") as machines:
-        machines.start()
-        assert [each.wait() for each in machines.living.values()] == [0]
-    for step, loss in metrics(straight).items():
-        assert losses[step] == pytest.approx(loss, rel=1e-5), step

@@ -1,6 +1,6 @@
-"""What a GPU can do, in six commands of at most nine minutes each, the most telling first.
+"""What a GPU can do, in seven commands of at most nine minutes each, the most telling first.
 
-A seventh is for a GPU that is lent for minutes: in less than four it measures what a user asks of
+Number 7 is for a GPU that is lent for minutes: in less than four it measures what a user asks of
 one GPU first.
 
     tests/gpu/session.sh NUMBER [--smoke]
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.gpu import determinism, models, optimizers, ranks, runs
+from tests.gpu import copies, determinism, models, optimizers, ranks, runs
 from tests.gpu.device import ON_GPU
 from torchmars.cluster import connection
 
@@ -77,6 +77,7 @@ COMMANDS = {
         Part("steps alone", 45, optimizers.in_short),
         Part("products", 45, chained(models.newton_schulz_of_gpt2, models.losses)),
     ],
+    8: [Part("copies", 300, copies.rows)],
 }
 
 

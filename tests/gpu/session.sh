@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tests/gpu/session.sh NUMBER [--smoke]: one of seven commands that tell what a GPU can do, of at
+# tests/gpu/session.sh NUMBER [--smoke]: one of eight commands that tell what a GPU can do, of at
 # most nine minutes each, the seventh of four (docs/benchmarks.md#on-a-gpu). Rows go to
 # gpu-NUMBER.jsonl as they come.
 #

@@ -12,7 +12,7 @@ from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from torchmars.cluster import connection
 
-STARTS_PROCESSES = {"endings", "tests", "as it is", "deterministic", "layouts"}
+STARTS_PROCESSES = {"endings", "tests", "as it is", "deterministic", "layouts", "copies"}
 PARTS = [(number, part) for number, parts in session.COMMANDS.items() for part in parts]
 
 
@@ -72,7 +72,9 @@ def test_parts_of_one_process_measure(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", full_but(["layouts"], ["endings", "as it is", "layouts"]))
+@pytest.mark.parametrize(
+    "name", full_but(["layouts"], ["endings", "as it is", "layouts", "copies"])
+)
 def test_parts_that_start_processes_measure(tmp_path, name):
     [(number, part)] = [each for each in PARTS if each[1].name == name]
     session.measure(number, part, tmp_path / "rows.jsonl")

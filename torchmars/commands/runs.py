@@ -15,7 +15,7 @@ from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.tables import table
-from torchmars.core.words import duration, number_or_dash
+from torchmars.core.words import counted, duration, number_or_dash
 from torchmars.metrics.lines import warn_of_damage
 from torchmars.records.overview import Overview, find_runs, overview
 from torchmars.records.run import LINES
@@ -81,8 +81,15 @@ def run_row(folder: PurePath, run: Overview | UserError) -> tuple[str, ...]:
         number_or_dash(run.bits_per_byte, ".3f"),
         number_or_dash(run.tokens_per_second, ",.0f"),
         f"{duration(time.time() - run.written)} ago",
-        run.state,
+        f"{run.state}{machines_in_words(run)}",
     )
+
+
+def machines_in_words(run: Overview) -> str:
+    """Return what became of the machines of a run while it went on, if something did."""
+    if not (run.left or run.joined) or run.machines is None:
+        return ""
+    return f", {counted(run.machines, 'machine')} ({run.left} left, {run.joined} joined)"
 
 
 def known_facts(folder: PurePath, run: Overview | UserError) -> dict[str, Any]:

@@ -36,6 +36,12 @@ class Overview:
     """When it wrote last, in seconds since 1970."""
     damaged_lines: int
     """How many lines were left out."""
+    machines: int | None = None
+    """On how many it was started last."""
+    left: int = 0
+    """How often one has left it, or was lost, while the others went on."""
+    joined: int = 0
+    """How often one has joined it."""
 
 
 def overview(folder: Path) -> Overview:
@@ -44,6 +50,9 @@ def overview(folder: Path) -> Overview:
     names = ("step", "train/loss", "validation/loss", BITS, SPEED)
     rows, damaged = last_rows(folder / METRICS_FILE, names)
     last = {name: rows[name][name] for name in rows}
+    kinds = [event.kind for event in run.events]
+    starts = [event.facts for event in run.events if event.kind == "started"]
+    machines = starts[-1].get("machines") if starts else None
     return Overview(
         state_of(run),
         last.get("step", 0),
@@ -54,6 +63,9 @@ def overview(folder: Path) -> Overview:
         last.get(SPEED),
         last_written(folder),
         run.events.damaged + damaged,
+        machines if isinstance(machines, int) else None,
+        kinds.count("left"),
+        kinds.count("joined"),
     )
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -18,8 +19,9 @@ from torchmars.core.formats import Format
 from torchmars.optim.matrices.shapes import Interval
 from torchmars.optim.tensors import local_intervals
 
-COPY_FORMAT = Format("torchmars-copy", 2, "the run resumes from its checkpoint")
+COPY_FORMAT = Format("torchmars-copy", 3, "the run resumes from its checkpoint")
 ALIGNMENT = 64  # bytes
+PIECE = 2**24  # bytes of the memory of which a thread computes the checksum
 HEADERS = "rank-*-of-*-[0-9].json"
 
 
@@ -148,8 +150,12 @@ class Slot:
         return read_header(self.file)
 
     def crc32(self) -> int:
-        """Return the checksum of the memory."""
-        return zlib.crc32(self.memory.numpy().data)
+        """Return the checksum of the checksums of the memory's pieces, which threads compute."""
+        memory = self.memory.numpy().data
+        pieces = (memory[at : at + PIECE] for at in range(0, len(memory), PIECE))
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            sums = [each.to_bytes(4, "big") for each in threads.map(zlib.crc32, pieces)]
+        return zlib.crc32(b"".join(sums))
 
     def complete(self, header: Header) -> None:
         """Let the copy exist."""
