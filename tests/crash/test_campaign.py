@@ -36,7 +36,7 @@ class Campaign:
         if there > 1:
             events += [self.kill, self.kill_launcher, self.stand_still, self.cut, self.leave]
         if there > 2:
-            events += [self.kill_two]
+            events += [self.kill_two] * 3
         if there < self.most:
             events += [self.wake] * 5 if self.standing else [self.join] * 5
         if there + 1 < self.most and not self.standing:
