@@ -13,10 +13,11 @@ from tests.support.mistakes import mistake
 from tests.support.tiny import tiny_config, write_config
 from torchmars.cluster.environment import read_environment
 from torchmars.cluster.sizes import MinMax, read_bounds, sizes_of
-from torchmars.commands import launch, train
+from torchmars.commands import train
 from torchmars.config import ParallelismConfig, TrainingConfig
 from torchmars.core.errors import UserError
 from torchmars.metrics.gpus import GIB
+from torchmars.planning import thumb
 
 
 def config_of(batch, microbatch=None, **parallelism):
@@ -198,8 +199,8 @@ def test_a_start_without_a_usable_size(place, monkeypatch, capsys):
 def test_a_start_on_gpus_too_small_for_the_fewest(place, monkeypatch, capsys, share, remedy):
     """And none that asks for a GPU's memory where the number of machines is fixed."""
     config = tiny_config(place, training={"global_batch_size": 32})
-    kept = launch.rule_of_thumb(config, 8, 8).kept_memory(config)
-    monkeypatch.setattr(launch, "gpu_memory", lambda: int(share * kept))
+    kept = thumb.rule_of_thumb(config, 8, 8).kept_memory(config)
+    monkeypatch.setattr(thumb, "gpu_memory", lambda: int(share * kept))
     assert start(monkeypatch, NNODES="1:2") == 2
     out, err = capsys.readouterr()
     assert out.startswith("elastic   1 or 2 machines: 8 or 16 ranks")
@@ -211,10 +212,10 @@ def test_what_ranks_keep_is_counted(place, monkeypatch):
     """And a GPU that has room for it is large enough; machines without GPUs are not checked."""
     config = tiny_config(place, training={"global_batch_size": 32})
     sizes = sizes_of(config, MinMax(1, 2), 8)
-    rule = launch.rule_of_thumb(config, 8, 8)
+    rule = thumb.rule_of_thumb(config, 8, 8)
     for memory in (None, GIB, int(rule.kept_memory(config)) + 1):
-        monkeypatch.setattr(launch, "gpu_memory", lambda memory=memory: memory)
-        launch.check_gpu_memory(config, sizes)
+        monkeypatch.setattr(thumb, "gpu_memory", lambda memory=memory: memory)
+        thumb.check_gpu_memory(config, sizes)
     parameters = rule.model.parameter_count
     assert 16 * parameters / 8 <= rule.kept_memory(config) <= 24 * parameters / 8
 

@@ -6,6 +6,7 @@ import re
 import signal
 
 from tests.support.machines import (
+    NEVER,
     Way,
     free_endpoint,
     machine,
@@ -44,8 +45,11 @@ class Machines:
         self.store.communicate()
         self.stack.close()
 
-    def start(self, count=1):
-        """Start machines; return the name of the last one."""
+    def start(self, count=1, stand=NEVER):
+        """Start machines; return the name of the last one.
+
+        Where it has rank 0, it will `stand` somewhere, as `machine` describes.
+        """
         for _ in range(count):
             name, self.number = f"m{self.number}", self.number + 1
             if self.cuts:
@@ -55,6 +59,7 @@ class Machines:
                 name,
                 self.ways[name].address if self.cuts else self.endpoint,
                 None,
+                stand,
                 join_seconds=self.join_seconds,
                 nodes=self.nodes,
                 starts=self.starts_of_each,

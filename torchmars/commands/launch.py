@@ -40,14 +40,11 @@ from torchmars.config.load import config_of, is_set, load_sources, require_confi
 from torchmars.config.toml_files import NamedTables
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
-from torchmars.core.device import gpu_memory
 from torchmars.core.errors import EXIT_CODE_FILE, Ended, UserError, exit_on_user_error
 from torchmars.core.typed import make
-from torchmars.core.words import counted
 from torchmars.metrics.events import EventLog
-from torchmars.metrics.gpus import GIB
 from torchmars.metrics.journal import METRICS_FILE, last_step
-from torchmars.planning.thumb import rule_of_thumb
+from torchmars.planning.thumb import check_gpu_memory
 from torchmars.training.default_lr import default_lr_warnings
 from torchmars.training.preparation import prepare_run
 
@@ -138,27 +135,6 @@ def prepare(config: ResolvedConfig, sources: list[NamedTables], sizes: UsableSiz
     if not is_set(sources, "optimizer.lr"):
         for text in default_lr_warnings(config):
             say(*labelled("warning", text))
-
-
-def check_gpu_memory(config: ResolvedConfig, sizes: UsableSizes) -> None:
-    """Raise `UserError` if GPUs are too small for what the fewest ranks of an elastic run keep.
-
-    That is a rule of thumb, without activations: a plan tells more.
-    """
-    memory = gpu_memory()
-    if memory is None or config.parallelism.cpu_offload:
-        return
-    fewest, ranks = sizes.usable[0], sizes.ranks[0]
-    kept = rule_of_thumb(config, ranks, sizes.per_machine).kept_memory(config)
-    if kept <= memory:
-        return
-    enough = [each for each in sizes.usable if kept * fewest / each <= memory]
-    remedy = f"to {enough[0]} at least" if enough else "and MAX, or set parallelism.cpu_offload"
-    raise UserError(
-        f"NNODES = {sizes.asked}: {counted(fewest, 'machine')} with {counted(ranks, 'rank')} "
-        f"would be too few: weights, gradients and optimizer state of a rank take "
-        f"{kept / GIB:,.1f} GiB, and a GPU has {memory / GIB:,.1f} GiB: raise MIN {remedy}"
-    )
 
 
 def announce(args: argparse.Namespace, secret: str | None) -> None:

@@ -3,8 +3,13 @@
 It chooses which layouts `find.py` plans, and tells the hours of presets: what counts is a plan.
 """
 
+from torchmars.cluster.sizes import UsableSizes
 from torchmars.config import ResolvedConfig
+from torchmars.core.device import gpu_memory
+from torchmars.core.errors import UserError
+from torchmars.core.words import counted
 from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.metrics.gpus import GIB
 from torchmars.models import Model, build_run_model
 from torchmars.optim import MARS
 from torchmars.parallel.cuts import even_counts, head_in_blocks, stage_ranks
@@ -149,3 +154,24 @@ def state_bytes(optimizer: MARS) -> int:
     """Return the bytes of the state of an optimizer of a whole model."""
     tensors = [tensor for each in optimizer.state.values() for tensor in each.values()]
     return sum(tensor.nbytes for tensor in (*tensors, *optimizer.ahead.last_grads.values()))
+
+
+def check_gpu_memory(config: ResolvedConfig, sizes: UsableSizes) -> None:
+    """Raise `UserError` if GPUs are too small for what the fewest ranks of an elastic run keep.
+
+    That is a rule of thumb, without activations: a plan tells more.
+    """
+    memory = gpu_memory()
+    if memory is None or config.parallelism.cpu_offload:
+        return
+    fewest, ranks = sizes.usable[0], sizes.ranks[0]
+    kept = rule_of_thumb(config, ranks, sizes.per_machine).kept_memory(config)
+    if kept <= memory:
+        return
+    enough = [each for each in sizes.usable if kept * fewest / each <= memory]
+    remedy = f"to {enough[0]} at least" if enough else "and MAX, or set parallelism.cpu_offload"
+    raise UserError(
+        f"NNODES = {sizes.asked}: {counted(fewest, 'machine')} with {counted(ranks, 'rank')} "
+        f"would be too few: weights, gradients and optimizer state of a rank take "
+        f"{kept / GIB:,.1f} GiB, and a GPU has {memory / GIB:,.1f} GiB: raise MIN {remedy}"
+    )
