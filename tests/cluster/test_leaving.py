@@ -165,6 +165,13 @@ def test_ranks_that_end_by_the_signal_are_no_failure(agent, monkeypatch, code, e
     assert not meeting.is_closed()
 
 
+def test_ranks_that_have_not_all_ended_are_waited_for(agent, monkeypatch):
+    made, result = agent(meet(here=3)[0], EXIT_LEFT), RunResult(WorkerState.HEALTHY)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: result)
+    made._take_signal(signal.SIGTERM, None)
+    assert made._monitor_workers(made._worker_group) is result
+
+
 class Ranks:
     """A layout of ranks of two machines, of which the first calls."""
 

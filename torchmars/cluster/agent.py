@@ -188,9 +188,10 @@ class Agent(LocalElasticAgent):
         if result.state == WorkerState.SUCCEEDED and code == EXIT_REGROUP:
             cast(Membership, worker_group.spec.rdzv_handler).regroups = True
             return RunResult(state=WorkerState.HEALTHY)
+        left = result.state == WorkerState.SUCCEEDED and code == EXIT_LEFT
         # Ranks that start do not catch signals yet.
         ended = {EXIT_INTERRUPTED, *(-number for number in STOPPING)}
-        if code == EXIT_LEFT or any(each.exitcode in ended for each in result.failures.values()):
+        if left or any(each.exitcode in ended for each in result.failures.values()):
             self._end_if_signalled()
         self.failures = self.restarting.failures(result.failures)
         if self.failures:
