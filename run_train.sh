@@ -26,8 +26,8 @@
 #   NODE_RANK      number of this machine, 0 for the one that RDZV_ENDPOINT names (default, and in
 #                  a job: found out)
 #   RDZV_ENDPOINT  HOST:PORT of the rendezvous, HOST being one of the machines, or where `torchmars
-#                  rendezvous` runs (default in a job: its first node, where the job starts that
-#                  command at a port of its own)
+#                  rendezvous` runs (default in a job that is in no array: its first node, where the
+#                  job starts that command at a port of its own)
 #   RDZV_TOKEN     secret of the machines, the same on all, without which nobody joins them
 #                  (default: none; in a job, one that it makes)
 #   RDZV_TIMEOUT   seconds that machines and ranks wait for each other at the start (default: 45,
@@ -52,7 +52,11 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
     batch=true
     job=$SLURM_JOB_ID
     if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then  # the number alone may be that of the whole array
-        job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+        job=${SLURM_ARRAY_JOB_ID:-}_$SLURM_ARRAY_TASK_ID
+        if [[ $(scontrol show job "$job" || true) != *"JobId=$SLURM_JOB_ID "* ]]; then
+            unset "${!SLURM_ARRAY_@}"  # of the job that has submitted this one
+            job=$SLURM_JOB_ID
+        fi
     fi
     # $0 is a copy that SLURM made; the job knows the script, and its arguments on the same line.
     script=$(scontrol show job "$job" | sed -n 's/^ *Command=//p' || true)
@@ -166,6 +170,9 @@ elif [ "$state" = RUNNING ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ]; then
     failed="failed at once"
     # Many ranks wait longer than that for each other before they give up (69).
     [ "$SECONDS" -lt "$([ "$code" -eq 69 ] && echo 1800 || echo 300)" ] || failed="failed"
+    if [ -n "$array" ] && [ "$code" -eq 69 ]; then  # the others may still be in the queue
+        failed="failed"
+    fi
     again=true
     if [ "$failed" = "failed at once" ] && scontrol show job "$job" |
             grep -q "Comment=torchmars: failed at once"; then

@@ -7,7 +7,8 @@ import socket
 import psutil
 import pytest
 
-from torchmars.cluster import connection
+from tests.support.machines import free_endpoint
+from torchmars.cluster import connection, process
 from torchmars.cluster.endpoint import find_endpoint, interface_of, local_address
 from torchmars.cluster.environment import read_environment
 from torchmars.cluster.ports import job_port
@@ -70,6 +71,13 @@ def test_an_error_names_where_the_endpoint_comes_from(variables, number, host, s
     assert source == "RDZV_ENDPOINT" or "RDZV_ENDPOINT" not in said.partition(": ")[0]
     again = source == JOB_ENDPOINT and (number == "1" or host == "127.0.0.1")
     assert isinstance(caught.value, NotMet) == (again and host != "nowhere.invalid")
+
+
+def test_a_machine_of_an_elastic_run_that_finds_nobody_may_be_started_again(variables):
+    with free_endpoint() as endpoint:
+        variables({"NODE_RANK": "1", "RDZV_ENDPOINT": endpoint, process.FEWEST: "8"})
+        with pytest.raises(NotMet, match="nobody is at RDZV_ENDPOINT"):
+            find_endpoint(endpoint)
 
 
 def test_the_port_of_a_job_is_the_next_that_is_free():

@@ -21,7 +21,7 @@ STUBS = {
     "srun": 'exit "$CODE"',
     "scontrol": """
 case $1 in
-show) [ "$2" = hostnames ] && echo n1 || cat job ;;
+show) [ "$2" = hostnames ] && echo n1 || { echo "JobId=${SHOWN-7} ArrayJobId=5"; cat job; } ;;
 update) echo "JobState=RUNNING $3" > job ;;
 requeue) echo "requeued $2" ;;
 esac
@@ -77,6 +77,16 @@ def test_a_job_of_an_array_comes_back_alone(end):
     assert end(75, own=ELEMENT | {"INCOMPLETE": "75"}) == "5_3"
     assert end(75, own=ELEMENT | {"NNODES": "1", "INCOMPLETE": "75"}) == "5_3"  # not a machine
     assert end(75) == "7"
+
+
+def test_the_variables_of_an_array_that_has_submitted_a_job_are_not_its_own(end):
+    """sbatch hands them on: the job that has submitted this one would be put back."""
+    assert end(75, own=ELEMENT | {"INCOMPLETE": "75", "SHOWN": "8"}) == "7"
+
+
+def test_jobs_of_an_array_come_back_until_they_meet_the_others(end):
+    own = ELEMENT | {"INCOMPLETE": "75"}
+    assert [end(69, own=own) for _ in range(3)] == ["5_3"] * 3
 
 
 def test_a_job_of_an_array_whose_run_is_complete_starts_nothing(end):

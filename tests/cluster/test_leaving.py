@@ -2,6 +2,7 @@
 
 import pickle
 import signal
+import time
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
@@ -235,3 +236,16 @@ def test_the_run_is_handed_over_in_memory_or_else_in_a_checkpoint(
     )
     assert trainer.hand_over(Ending(EXIT_REGROUP, save=save), saved) == works
     assert done.count("save") == saves and done.count("keep") == (not save)
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_ranks_that_take_long_to_end_are_waited_for_after_a_step_but_not_without_end(patient):
+    mine, _ = meet()
+    state = mine._state_holder.state  # of a round in which the others still are
+    del state.participants[mine._this_node]
+    context = SimpleNamespace(node=mine._this_node, state=state)
+    rounds, now = mine._op_executor, time.monotonic()
+    rounds.last, rounds.deadline = state.round, now - 5
+    rounds.patient_until = now + 60 if patient else 0.0
+    deadline = rounds._join(lambda context, deadline: deadline, context, now - 5)
+    assert deadline > now if patient else deadline == now - 5

@@ -157,6 +157,10 @@ def test_each_job_of_an_array_is_a_machine_of_one_run():
         ({"NNODES": "2:4", "NODE_RANK": "0"}, "NODE_RANK = 0 has no meaning with NNODES = 2:4: un"),
         (JOB | {"NNODES": "2:8"}, "NNODES = 2:8 is more than the 4 nodes of this job: submit it"),
         (ELEMENT | {"SLURM_JOB_NUM_NODES": "2"}, "NNODES = 2:8 in an array of jobs, of which each"),
+        (
+            ELEMENT | {"NNODES": "2:2"},
+            "NNODES = 2 in an array of jobs: MIN has to be less than MAX",
+        ),
         (ELEMENT | {"RDZV_ENDPOINT": ""}, "NNODES = 2:8 in an array of jobs needs RDZV_ENDPOINT="),
     ],
 )

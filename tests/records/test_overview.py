@@ -8,10 +8,11 @@ import time
 import pytest
 
 from tests.support.records import listed_run
+from tests.support.tiny import tiny_config
 from torchmars.core.locks import is_locked
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.journal import last_row
-from torchmars.records.overview import find_runs, overview
+from torchmars.records.overview import find_runs, is_complete, overview
 
 HOLD = """
 import sys
@@ -88,6 +89,24 @@ def test_the_last_values_are_found_from_the_end(tmp_path):
     assert (found.step, found.loss, found.validation_loss) == (9000, 9000.0, 3.5)
     assert found.tokens_per_second is None
     assert last_row(folder / "none", "step") is None
+
+
+@pytest.mark.parametrize(
+    "events,asked,complete",
+    [
+        (["started", "complete"], {"steps": 40}, True),
+        (["started", "complete"], {"steps": 80}, False),  # it goes on
+        (["started", "complete", "started"], {"steps": 40}, False),
+        (["started", "stopped"], {"steps": 40, "stop_after": 10}, True),
+        (["started", "stopped"], {"steps": 40}, False),
+        ([], {"steps": 40}, False),
+    ],
+)
+def test_a_run_is_complete_by_the_steps_that_are_asked_for(tmp_path, events, asked, complete):
+    config = tiny_config(tmp_path, training=asked)
+    assert not is_complete(config)  # there is no run
+    listed_run(config.run.path, events)
+    assert is_complete(config) == complete
 
 
 def test_runs_are_found_three_levels_deep(tmp_path):

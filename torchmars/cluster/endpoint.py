@@ -119,7 +119,7 @@ def wait_for_host(name: str, host: str, port: int) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline - 1:
-                raise (NotMet if in_batch_job(os.environ) else UserError)(
+                raise (NotMet if process.may_meet_later() else UserError)(
                     f"nobody is at {name}, as seen from {process.node()} "
                     f"({error.strerror or error}): run the same command on the machine that it "
                     "names, and see that this one can reach it"

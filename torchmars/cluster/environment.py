@@ -170,6 +170,8 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
 def check_array(environment: Environment, nodes: int) -> None:
     """Raise `UserError` unless jobs of an array, of `nodes` nodes each, can be a run's machines."""
     what = f"NNODES = {environment.NNODES} in an array of jobs"
+    if not environment.NNODES.elastic:
+        raise UserError(f"{what}: MIN has to be less than MAX, so that its jobs may come and go")
     if nodes != 1:
         raise UserError(
             f"{what}, of which each is a machine: submit it with --nodes=1, not {nodes}"

@@ -184,7 +184,7 @@ def report_rendezvous(args: argparse.Namespace, reason: str) -> int:
         f"{'all of the job can reach it' if in_job else check}, and that nothing else listens on "
         "that port"
     )
-    return EXIT_UNCONNECTED if in_job else EXIT_MISTAKE
+    return EXIT_UNCONNECTED if process.may_meet_later() else EXIT_MISTAKE
 
 
 def report_refused(args: argparse.Namespace, reason: str) -> int:

@@ -45,6 +45,7 @@ from torchmars.core.timers import done_in
 
 LOOK_SECONDS = 2.0  # of a pause between looks at the beats that count: this machine may stand still
 ANCIENT = datetime.min.replace(tzinfo=UTC)
+PATIENT_SECONDS = 600.0  # that ranks which end after a step, and their trackers, may take
 END_SECONDS = 5.0  # that the store may take to tell or to hear how a run has ended
 # How the others go on if a machine leaves: from copies in memory; from a checkpoint, where parts of
 # the copies would be gone; or not at all.
@@ -122,7 +123,7 @@ class Membership(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the machines of the next round; name those of the last one that do not come."""
         self._store.set(self._key(f"machine/{self._this_node}"), process.node())
-        self._op_executor.patient = self.regroups
+        self._op_executor.patient_until = time.monotonic() + PATIENT_SECONDS * self.regroups
         try:
             info = super().next_rendezvous()
         except RendezvousTimeoutError:

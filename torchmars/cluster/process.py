@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Annotated
 
 from torchmars.cluster.environment import read_variable, start_seconds
-from torchmars.cluster.scheduler import NODE
+from torchmars.cluster.scheduler import NODE, in_batch_job
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.core.typed import make, whole_number
@@ -108,6 +108,11 @@ def note(name: str) -> str | None:
         with contextlib.suppress(OSError), open(os.path.join(os.environ[NOTES], name)) as file:
             return file.read()
     return None
+
+
+def may_meet_later() -> bool:
+    """Return whether machines that have not met are no mistake: others may be there next time."""
+    return in_batch_job(os.environ) or fewest_ranks() is not None
 
 
 def fewest_ranks() -> int | None:

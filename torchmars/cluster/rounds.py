@@ -37,8 +37,8 @@ class Rounds(_DistributedRendezvousOpExecutor):
     """The newest round that this machine has been in. The first of all has the number 0."""
     spare = False
     """Whether others go on without this machine, which waits."""
-    patient = False
-    """Whether those whose ranks end after the same step are waited for as long as they live."""
+    patient_until = 0.0
+    """For how long those are waited for whose ranks end after the same step, by this clock."""
     no_place: Callable[[], None]
     """Called when others begin to go on without this machine."""
     enough_since: float | None = None
@@ -71,7 +71,8 @@ class Rounds(_DistributedRendezvousOpExecutor):
             )
             say(*labelled("waits", text))
             self.no_place()
-        if self.spare or (self.patient and state.complete and not here):  # the others go on, or end
+        ends = state.complete and not here and now < self.patient_until
+        if self.spare or ends:  # the others go on, or their ranks have not ended yet
             self.deadline = now + self._settings.timeout.join.total_seconds()
         deadline = max(deadline, self.deadline)
         if state.complete and here:

@@ -20,6 +20,8 @@ def shared_secret(folder: Path, array: str) -> str:
         try:
             with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
                 stream.write(secrets.token_hex(32))
+                stream.flush()
+                os.fsync(stream.fileno())
             os.link(own, file)  # whole, or not at all
         except FileExistsError:
             pass

@@ -57,7 +57,7 @@ def main() -> None:
         require_config(rest)
         config = config_of(sources)
         if options.complete:
-            raise Ended(0 if is_complete(config.run.path) else EXIT_STOPPED)
+            raise Ended(0 if is_complete(config) else EXIT_STOPPED)
         ranks = environment.NGPU or process.local_gpus() or 2
         check_shown(environment.LOG_RANK, ranks)
         os.environ.update(environment.rank_variables(ranks, cores_of(os.environ)))

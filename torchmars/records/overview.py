@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.core.locks import is_locked
 from torchmars.metrics.events import EVENTS_FILE
@@ -69,10 +70,13 @@ def overview(folder: Path) -> Overview:
     )
 
 
-def is_complete(folder: Path) -> bool:
-    """Return whether there is a run in `folder` that has made all its steps."""
+def is_complete(config: ResolvedConfig) -> bool:
+    """Return whether the run of a config has made all the steps that the config asks for."""
     with contextlib.suppress(UserError):
-        return overview(folder).state == "complete"
+        found = overview(config.run.path)
+        if found.state == "complete":
+            return found.steps >= config.training.steps
+        return found.state == "stopped" and found.step >= config.training.last_step
     return False
 
 

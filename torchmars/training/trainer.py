@@ -18,7 +18,7 @@ from torchmars.parallel.layout import FlagExchange, Layout
 from torchmars.training.abilities import resolve_on_ranks
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.data import RunData, build_data
-from torchmars.training.ending import STOP, Ending, StepFlags, ending_after_step
+from torchmars.training.ending import JOIN, STOP, Ending, StepFlags, ending_after_step
 from torchmars.training.garbage import MOST_STEPS, GarbageCollection
 from torchmars.training.guards import LossGuard
 from torchmars.training.profiler import Profiler
@@ -111,7 +111,7 @@ class Trainer:
         """Make the steps that are left; return the exit code, which is 0 if all were made."""
         ending = None
         state, config, last = self.state, self.config, self.config.training.last_step
-        first = state.step + 1
+        first, join_from = state.step + 1, 0
         if state.step and state.validation_loss is None and self.due(config.validation.interval):
             self.validate()  # a signal stopped the run before it could
         while self.state.step < last:
@@ -136,6 +136,8 @@ class Trainer:
             ending = None
             if state.step < last:
                 ending = ending_after_step(flags, self.layout, first=state.step == first)
+            if ending is JOIN and state.step < join_from:
+                ending = None
             hurry = ending is not None and ending.hurry
             with self.metrics.throughput.paused():
                 if self.due(config.validation.interval) and not hurry:
@@ -153,6 +155,8 @@ class Trainer:
                 self.checkpointer.keep(state)
             if ending is STOP or (ending is not None and self.hand_over(ending, saved)):
                 break
+            if ending is JOIN:  # it was not kept: those that come wait as long as for a save
+                join_from = state.step + max(1, config.checkpoint.interval)
             self.watchdog.beat(f"step {state.step + 1}")
         self.watchdog.beat("the last save")
         if ending is not None and ending is not STOP:
