@@ -79,7 +79,8 @@ def test_a_forked_trial_is_the_run_of_a_launcher(tmp_path, monkeypatch):
             assert isinstance(trial, ForkedTrial)
         metrics = tmp_path / "runs" / name / "metrics.jsonl"
         if name == "stopped":
-            while not metrics.exists():
+            # The file is there before the trial catches signals.
+            while not (metrics.exists() and "train/loss" in metrics.read_text()):
                 assert trial.poll() is None
                 time.sleep(0.05)
             trial.send_signal(signal.SIGTERM)

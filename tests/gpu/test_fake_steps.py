@@ -61,6 +61,7 @@ CASES = [
     *(("llama", "mars-m", "HSDP 2x4", technique) for technique in TECHNIQUES | ROWS),
 ]
 CASES = list(dict.fromkeys(CASES))
+SLOW = [("llama", "mars-m", "HSDP 2x4", technique) for technique in TECHNIQUES]
 # What a pass of a microbatch starts on a GPU: for each layer, and beside them.
 OF_LAYER, OF_MODEL = {"gpt2": 60, "llama": 180, "moe": 260}, 80
 # More for each layer.
@@ -133,7 +134,7 @@ def found(request):
     return dict(zip(cases, fake_cuda.found(steps)))
 
 
-@pytest.mark.parametrize("model,rule,layout,technique", full_but(QUICK, CASES))
+@pytest.mark.parametrize("model,rule,layout,technique", full_but(QUICK, CASES, SLOW))
 def test_a_step_waits_for_nothing(found, model, rule, layout, technique):
     if technique == "float8" and importlib.util.find_spec("torchao") is None:
         pytest.skip("needs torchao")
@@ -150,7 +151,7 @@ def test_a_step_waits_for_nothing(found, model, rule, layout, technique):
     assert len(step["optimizer"]["to_device"]) <= has_kernels(technique)
 
 
-@pytest.mark.parametrize("model,rule,layout,technique", full_but(QUICK, CASES))
+@pytest.mark.parametrize("model,rule,layout,technique", full_but(QUICK, CASES, SLOW))
 def test_a_step_starts_no_more_than_it_did(found, model, rule, layout, technique):
     """All is eager but for the optimizer's kernels of large tensors, which are one each."""
     if technique == "float8" and importlib.util.find_spec("torchao") is None:
@@ -170,7 +171,7 @@ def test_a_step_starts_no_more_than_it_did(found, model, rule, layout, technique
     assert started <= budget, step["optimizer"]["most"]
 
 
-@pytest.mark.parametrize("model,rule,layout,technique", full_but(QUICK, CASES))
+@pytest.mark.parametrize("model,rule,layout,technique", full_but(QUICK, CASES, SLOW))
 def test_kernels_by_triton_are_few(found, model, rule, layout, technique):
     """A launch is for all tensors, whatever their number."""
     if not has_kernels(technique):

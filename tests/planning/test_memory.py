@@ -160,8 +160,8 @@ SHORT = {"global_batch_size": 8, "seq_len": 256}
     [
         pytest.param(2, SHORT, {"ep": 2}, "none", id="ep2-short", marks=FULL),
         pytest.param(4, {}, {"ep": 2}, "none", id="fsdp4-ep2", marks=FULL),
-        pytest.param(4, {}, {"tp": 2, "ep": 4}, "none", id="fsdp2-tp2-ep4", marks=FULL),
-        pytest.param(4, {}, {"pp": 2, "ep": 2}, "none", id="pp2-ep2", marks=FULL),
+        pytest.param(4, {}, {"tp": 2, "ep": 4}, "none", id="fsdp2-tp2-ep4", marks=SLOW),
+        pytest.param(4, {}, {"pp": 2, "ep": 2}, "none", id="pp2-ep2", marks=SLOW),
         pytest.param(4, {}, {"tp": 2}, "none", id="fsdp2-tp2", marks=SLOW),
         pytest.param(4, {}, {"ep": 4}, "full", id="ep4-full", marks=SLOW),
         pytest.param(4, {}, {"ep": 4}, "selective", id="ep4-selective", marks=SLOW),

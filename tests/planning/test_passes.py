@@ -16,7 +16,14 @@ MIXTURE = {"name": "llama", "size": "moe-nano"}
 CASES = [
     pytest.param(MIXTURE | {"n_layer": 6}, {"ep": 2}, "full", 1, id="ep2-full", marks=FULL),
     *(
-        pytest.param(model, parallelism, mode, 4, id=name, marks=FULL)
+        pytest.param(
+            model,
+            parallelism,
+            mode,
+            4,
+            id=name,
+            marks=pytest.mark.slow if name == "pp2-interleaved" else FULL,
+        )
         for name, model, parallelism, mode in (
             ("ep4", MIXTURE | {"n_layer": 9}, {"ep": 4}, "none"),
             ("tp2-ep4", MIXTURE | {"n_layer": 8}, {"tp": 2, "ep": 4}, "selective"),

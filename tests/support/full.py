@@ -8,15 +8,20 @@ import pytest
 FULL = pytest.mark.full
 
 
-def full_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+def full_but(quick: Collection[Any], cases: Iterable[Any], slow: Collection[Any] = ()) -> list[Any]:
     """Return the cases of a parametrised test: those that are not in `quick` are marked `full`.
 
-    A case of several arguments is a tuple. Raises `ValueError` where one of `quick` is no case.
+    Those in `slow`, which others nearly cover, are marked `slow`. A case of several arguments is a
+    tuple. Raises `ValueError` where one of `quick` or `slow` is no case.
     """
     cases = list(cases)
-    if strangers := [case for case in quick if case not in cases]:
+    if strangers := [case for case in (*quick, *slow) if case not in cases]:
         raise ValueError(f"not among the cases: {strangers}")
-    return [pytest.param(*_arguments(case), marks=() if case in quick else FULL) for case in cases]
+
+    def marks(case: Any) -> Any:
+        return () if case in quick else pytest.mark.slow if case in slow else FULL
+
+    return [pytest.param(*_arguments(case), marks=marks(case)) for case in cases]
 
 
 def selected(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
