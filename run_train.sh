@@ -185,7 +185,7 @@ fi
 if [ "$again" = true ]; then
     echo "the run is not complete (exit code $code): the job goes back into the queue"
     scontrol requeue "$job"
-    if [ "$elastic" = true ] && [ -z "$array" ]; then  # with as many nodes as it had
+    if [ -n "$no_kill" ]; then  # with as many nodes as it had
         scontrol update JobId="$job" NumNodes="$SLURM_JOB_NUM_NODES" || true
     fi
 fi

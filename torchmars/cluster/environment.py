@@ -150,10 +150,11 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             if source in variables
         }
     )
-    if array_of_machines(variables) is not None:
+    in_array = array_of_machines(variables) is not None
+    if in_array:  # first: its remedies are others
         check_array(environment, number_of(variables, of_job["NNODES"], 1))
     environment.check(sources["NNODES"])
-    if array_of_machines(variables) is not None:
+    if in_array:
         return environment
     most = environment.NNODES.most
     nodes = number_of(variables, of_job["NNODES"], most) if of_job else most
