@@ -114,21 +114,6 @@ def test_no_files_import_each_other_in_a_circle():
     assert not circles(named)
 
 
-def test_every_file_stands_in_the_map():
-    text = (PACKAGE.parent / "docs/architecture.md").read_text()
-    lines = text.partition("```text\ntorchmars/\n")[2].partition("```")[0].splitlines()
-    places, folders = set(), []
-    for line in lines:
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2 - 1
-        folders = [*folders[:depth], name.rstrip("/")]
-        if name.endswith(".py"):
-            places.add("/".join(folders))
-    files = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")}
-    files = {file for file in files if not file.endswith("__init__.py")}
-    assert sorted(files ^ places) == []
-
-
 # What a maker calls its own. Everything else asks core/device.py, or torch for the device's type.
 NAMES_OF_A_MAKER = re.compile("cuda|nccl", re.IGNORECASE)
 NAMED_BY = {

@@ -75,7 +75,7 @@ def test_every_command_is_in_the_list_of_commands():
     assert not [name for name in commands() if f"| `torchmars {name}` |" not in listed]
 
 
-def test_tree_is_the_package():
+def test_the_map_has_each_room_and_no_file_that_is_gone():
     [tree] = [block.text for block in blocks("text") if block.text.startswith("torchmars/\n")]
     named, folders = [], []
     for line in tree.splitlines():
