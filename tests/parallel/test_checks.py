@@ -41,20 +41,21 @@ ROUTED = LLAMA | {"n_expert": 4, "n_expert_inner": 16}
     ],
 )
 def test_what_has_no_gradient_is_said_once(model, training, found):
-    """And has none: the least gradient that is no rounding is that of another weight."""
+    """And has none: what another kernel leaves there is its rounding, here 1e-16 of the others."""
     settings = TrainingConfig(**{"seq_len": 8} | training)
     config = Config(model=ModelConfig(**ROUTED | model), training=settings)
     meta = build_meta_model(config.model, 64, 8)
     lines = list(untrained(config, meta))
     assert len(lines) == len(found) and all(map(str.__contains__, lines, found))
-    whole = meta.to_empty(device="cpu")
+    whole = meta.to_empty(device="cpu").double()
     generator = torch.Generator().manual_seed(0)
     for tensor in (*whole.parameters(), *whole.buffers()):
         if tensor.is_floating_point():
             torch.nn.init.normal_(tensor, std=0.1, generator=generator)
     tokens = torch.randint(64, (4, settings.seq_len), generator=generator)
     whole.train()(tokens).square().mean().backward()
-    still = [name for name, p in whole.named_parameters() if p.ndim > 1 and not p.grad.any()]
+    largest = {n: float(p.grad.abs().max()) for n, p in whole.named_parameters() if p.ndim > 1}
+    still = [name for name, size in largest.items() if size < 1e-12 * max(largest.values())]
     assert bool(still) == bool(found)
     assert all("router" in name or "attn" in name for name in still)
 
