@@ -58,7 +58,6 @@ BOOSTS = {
     "data.md": 2,
     "glossary.md": 0.3,
     "log.md": 0.1,
-    "momentum.md": 0.5,
     "scaling.md": 0.5,
     "tour.md": 0.2,
 }
