@@ -36,8 +36,6 @@ def test_the_run_is_that_of_the_config_without_what_is_no_training(tmp_path):
     assert not found.checkpoint.interval and not found.checkpoint.at_end
     assert found.checkpoint.init_from is None and not found.metrics.wandb
     assert not found.evaluation.interval and not found.validation.interval
-    rollback = tiny_config(tmp_path, guards={"loss_spike": "rollback"})
-    assert short_run(rollback, 1, 1, tmp_path).guards.loss_spike == "skip"
 
 
 def test_lines_count_by_their_steps(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT, Command
-from tests.support.full import FULL, full_but
+from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
     listen,
@@ -22,7 +22,6 @@ from tests.support.tiny import (
     write_config,
     write_text,
 )
-from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config import GuardsConfig
 from torchmars.core.errors import EXIT_HUNG
 from torchmars.data.loader import Loader
@@ -74,9 +73,11 @@ def test_a_spike_is_skipped(tables):
     tables["guards"] = {"loss_spike": "skip"}
     out = run_ranks(with_spike, 2, tables, [25 * 16 + 3])[0]
     assert re.search(
-        r"spike     loss \d+\.\d+ at step 26, samples 400 to 415: guards.loss_spike = skip", out
+        r"spike     loss \d+\.\d+ at step 26, samples 400 to 415: its step is left out", out
     )
     assert metrics(tables, "train/skipped_steps")[30] == 1
+    [spike] = (e for e in read_events(run_folder_of(tables) / EVENTS_FILE) if e.kind == "spike")
+    assert spike.step == 25 and 10 < spike.facts["loss"] < 60
     losses = metrics(tables)
     assert (
         list(losses) == list(range(1, 31))
@@ -88,80 +89,16 @@ def test_a_spike_is_skipped(tables):
     assert metrics(off, "train/skipped_steps")[30] == 0
 
 
-@pytest.mark.parametrize("mode", full_but(["exact"], ["approx", "exact"]))
-def test_a_spike_rolls_back_and_its_data_is_jumped(tables, mode):
-    """The steps after the checkpoint of 20 are made again, with the data after sample 415."""
-    tables["guards"] = {"loss_spike": "rollback"}
-    tables["optimizer"]["mode"] = mode
-    out = run_ranks(with_spike, 2, tables, [25 * 16 + 3])[0]
-    assert (
-        out.count("spike     ") == 1
-        and "rollback  to step 20" in out
-        and "continues at sample 416" in out
-    )
-    assert list(metrics(tables)) == list(range(1, 31))
-    tokens = metrics(tables, "train/tokens")
-    assert tokens[20] == 20 * 16 * 32 and tokens[21] == (416 + 16) * 32
-    assert [step_of(path) for path in checkpoints(run_folder_of(tables) / "checkpoints")] == [
-        10,
-        20,
-        30,
-    ]
-    assert max(metrics(tables).values()) < 6  # no line of the spike is left
-    events = read_events(run_folder_of(tables) / EVENTS_FILE)
-    told = [(event.kind, event.step) for event in events if event.kind != "saved"]
-    assert told == [("started", 0), ("spike", 25), ("rollback", 20), ("complete", 30)]
-    spike, back = (event.facts for event in events if event.kind in ("spike", "rollback"))
-    assert spike["action"] == "rollback" and 10 < spike["loss"] < 60
-    assert back == {"from_step": 25, "checkpoint": "step-00000020"}
-    assert {event.step for event in events if event.kind == "saved"} == {10, 20, 30}
-
-
 @FULL
-def test_a_rollback_ends_the_same_after_a_crash(tables):
-    """What the guard has seen is in the checkpoint.
-
-    So a run resumed at step 20 meets the spike of step 26 as the unbroken one did.
-    """
-    tables["guards"] = {"loss_spike": "rollback"}
+def test_a_resumed_run_skips_the_spike_that_an_unbroken_one_skips(tables):
+    """What the guard has seen is in the checkpoint of step 20; the spike is step 26."""
+    tables["guards"], tables["schedule"] = {"loss_spike": "skip"}, {"name": "constant"}
     run_ranks(with_spike, 2, tables, [25 * 16 + 3])
     cut = tables | {"run": tables["run"] | {"name": "cut"}}
-    run_ranks(
-        with_spike,
-        2,
-        cut
-        | {
-            "training": tables["training"] | {"steps": 20},
-            "schedule": {"warmup_steps": 5, "name": "constant"},
-        },
-        [],
-    )
-    straight = tables | {
-        "run": tables["run"] | {"name": "straight"},
-        "schedule": {"warmup_steps": 5, "name": "constant"},
-    }
-    run_ranks(with_spike, 2, straight, [25 * 16 + 3])
-    run_ranks(with_spike, 2, cut | {"schedule": straight["schedule"]}, [25 * 16 + 3])
-    assert metrics(cut) == metrics(straight)
-
-
-@FULL
-def test_spikes_that_keep_coming_end_the_run(tables):
-    tables["guards"] = {"loss_spike": "rollback"}
-    outs = run_ranks(with_spike, 2, tables, range(25 * 16, 10**5))
-    assert all(
-        "error: the loss was an outlier after each of 3 returns to" in out
-        and "step-00000020" in out
-        for out in outs
-    )
-    failed = read_events(run_folder_of(tables) / EVENTS_FILE)[-1]
-    assert failed.kind == "failed" and "after each of 3 returns" in failed.facts["message"]
-    tables["checkpoint"]["interval"], tables["run"]["name"] = 0, "none"
-    outs = run_ranks(with_spike, 2, tables, range(25 * 16, 10**5))
-    assert all(
-        "error: the loss of step 26 is an outlier, and there is no checkpoint to go back to" in out
-        for out in outs
-    )
+    shorter = cut | {"training": tables["training"] | {"stop_after": 20}}
+    run_ranks(with_spike, 2, shorter, [25 * 16 + 3])
+    out = run_ranks(with_spike, 2, cut, [25 * 16 + 3])[0]
+    assert out.count("spike     ") == 1 and metrics(cut) == metrics(tables)
 
 
 def test_the_end_of_the_data_begins_another_epoch_and_is_told(tables, tmp_path):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (
     listen,
@@ -18,7 +17,6 @@ from tests.support.tiny import (
     train,
     write_text,
 )
-from tests.training.test_guards import with_spike
 from torchmars.checkpoint.manifest import read
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
@@ -145,19 +143,3 @@ def test_a_plan_has_the_epochs_of_each_part(folder):
     [text] = run_ranks(planned, 1, tables_of(folder, name="one"))
     for path in part_folders(folder).values():
         assert path.parent == folder / "parts" and f"epochs of {path}" in text
-
-
-@FULL
-def test_a_rollback_goes_forward_in_the_data_across_a_change_of_weights(folder):
-    """To a checkpoint of the old weights, whose position is where the new ones begin."""
-    guards = {"loss_spike": "rollback"}
-    train(1, tables_of(folder, name="spike", steps=18) | {"guards": guards})
-    heavy = {"fox": 1.0, "noise": 1.0, "tokens": 8.0}
-    tables = tables_of(folder, heavy, steps=19, name="spike") | {"guards": guards}
-    out = run_ranks(with_spike, 2, tables, [18 * BATCH + 3])[0]
-    assert f"the data continues at sample {19 * BATCH}" in out
-    saved = read(run_folder_of(tables) / "checkpoints" / "step-00000019")
-    before = Shares(list(WEIGHTS.values()), 0, [0, 0, 0]).counts(18 * BATCH)
-    assert saved.shares == Shares(list(heavy.values()), 18 * BATCH, before)
-    assert saved.position == 20 * BATCH
-    assert metrics(tables, "data/tokens/tokens")[19] == saved.shares.counts(20 * BATCH)[2] * T

@@ -83,7 +83,6 @@ def measure(config: ResolvedConfig, warmup: int, steps: int, ranks: int) -> Meas
 
 def short_run(config: ResolvedConfig, warmup: int, steps: int, folder: Path) -> ResolvedConfig:
     """Return the config of the same training in `folder`, without all that is no training."""
-    spike = config.guards.loss_spike
     return replace(
         config,
         run=replace(config.run, name="bench", folder=str(folder)),
@@ -101,8 +100,6 @@ def short_run(config: ResolvedConfig, warmup: int, steps: int, folder: Path) -> 
             init_from=None,
             init_optimizer=False,
         ),
-        # There is no checkpoint to go back to. Skipping waits for the loss as a rollback does.
-        guards=replace(config.guards, loss_spike="skip" if spike == "rollback" else spike),
         validation=replace(config.validation, interval=0, sample_tokens=0),
         evaluation=replace(config.evaluation, interval=0, tasks=[]),
         metrics=replace(

@@ -11,10 +11,9 @@ from torchmars.core.bounds import Range
 class GuardsConfig:
     """Guards of a run while it trains. A gradient that is not finite always skips its step."""
 
-    loss_spike: Literal["off", "skip", "rollback"] = "off"
-    """The reaction to a batch whose loss is an outlier. skip: leave its step out. rollback: go back
-    to the newest checkpoint and on with the data after that batch. Both wait for the loss at every
-    step."""
+    loss_spike: Literal["off", "skip"] = "off"
+    """The reaction to a batch whose loss is an outlier. skip: leave its step out, for which ranks
+    wait for the loss at every step."""
     spike_sigmas: Annotated[float, Range(0, 1_000_000, open_low=True)] = 6.0
     """Standard deviations above the mean of the last 64 losses, from which a loss is an outlier."""
     hang_seconds: Amount = 600.0

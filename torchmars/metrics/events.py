@@ -23,7 +23,6 @@ Kind = Literal[
     "joined",
     "saved",
     "spike",
-    "rollback",
     "sample",
     "stopped",
     "complete",
@@ -46,7 +45,6 @@ FACTS: dict[str, tuple[type, ...]] = {
     "seconds": NUMBER,
     "mib": NUMBER,
     "loss": NUMBER,
-    "from_step": (int,),
     "text": (str,),
 }
 OTHER_FACTS = (str, float, int, bool, NoneType, list)

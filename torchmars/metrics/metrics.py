@@ -32,15 +32,6 @@ class Metrics:
     """Of the run."""
     device: torch.device
 
-    def rewind(self, step: int, validated: bool) -> None:
-        """Go back to `step`: later lines are dropped, since their steps are made again.
-
-        So is the validation after `step`, unless it was `validated`.
-        """
-        if self.journal is not None:
-            self.journal.rewind(step, validated)
-        self.throughput.restart(step)
-
     def train(
         self, step: int, loss: float, bits: float, lr: float, telemetry: dict[str, float]
     ) -> None:

@@ -62,7 +62,7 @@ class Run:
 
     @cached_property
     def events(self) -> Lines[Event]:
-        """Its events, oldest first; never forgotten, not even by a rollback."""
+        """Its events, oldest first; never forgotten."""
         return read_events(self.folder / EVENTS_FILE)
 
     def warn_of_damage(self) -> None:

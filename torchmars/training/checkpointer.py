@@ -1,4 +1,4 @@
-"""A run's one handle on its checkpoints: resume, save, roll back."""
+"""A run's one handle on its checkpoints: resume, save."""
 
 import contextlib
 from collections import deque
@@ -148,18 +148,6 @@ class Checkpointer:
         found = self.layout.on_first(lambda: checkpoints(self.saver.folder))
         newest = newest_good(found, self.load, warn=self.layout.say)
         return newest[1] if newest else None
-
-    def go_back(self) -> Resumed | None:
-        """Load the run's newest good checkpoint, if there is one, and drop the copies in memory.
-
-        The data that come next are others than came after it.
-        """
-        if self.memory is not None:
-            with self._without_copies_after_errors():
-                self.memory.drop()
-        resumed = self.load_newest()
-        self._forget_look_ahead()
-        return resumed
 
     def load(self, folder: PurePath) -> Resumed:
         """Verify the checkpoint `folder`, and load it into model and optimizer.

@@ -2,9 +2,8 @@
 
 import math
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
-from pathlib import PurePath
 
 from torchmars.config import GuardsConfig
 from torchmars.core.errors import UserError
@@ -12,7 +11,6 @@ from torchmars.core.errors import UserError
 RECENT_LOSSES = 64  # losses that a new one is compared with
 FEWEST_LOSSES = 16  # that make a comparison worth something
 MAX_SKIPPED_IN_A_ROW = 10
-MAX_ROLLBACKS = 3  # to one checkpoint
 
 
 def recent(losses: Iterable[float] = ()) -> deque[float]:
@@ -24,13 +22,7 @@ class LossGuard:
     """Finds an outlier among losses, and ends a run that does not recover."""
 
     def __init__(self, config: GuardsConfig) -> None:
-        self.action, self.sigmas = config.loss_spike, config.spike_sigmas
-        self.rollbacks: Counter[int] = Counter()  # by the checkpoint's step
-
-    @property
-    def active(self) -> bool:
-        """Whether losses are watched at all."""
-        return self.action != "off"
+        self.active, self.sigmas = config.loss_spike == "skip", config.spike_sigmas
 
     def check(self, loss: float, recent: deque[float]) -> bool:
         """Return whether the global batch's `loss` is an outlier; if not, add it to `recent`.
@@ -45,15 +37,6 @@ class LossGuard:
                 return True
         recent.append(loss)
         return False
-
-    def count_rollback(self, step: int, checkpoint: PurePath) -> None:
-        """Count a return to the `checkpoint` of `step`. Raises `UserError` after too many."""
-        self.rollbacks[step] += 1
-        if self.rollbacks[step] > MAX_ROLLBACKS:
-            raise UserError(
-                f"the loss was an outlier after each of {MAX_ROLLBACKS} returns to {checkpoint}: "
-                "lower optimizer.lr or raise guards.spike_sigmas"
-            )
 
     def check_skipped(self, telemetry: Mapping[str, float], step: int) -> None:
         """Raise `UserError` if every one of the last steps up to `step` was skipped."""

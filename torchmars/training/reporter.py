@@ -1,7 +1,6 @@
 """The reports of a run: lines on the console, metrics, and events."""
 
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from torch import Tensor
@@ -77,16 +76,6 @@ class RunReporter:
             self.metrics.write(step, "machines", values)
         return {"names": sorted(names), "meeting": meeting}
 
-    def rewind(self, reached: int, state: RunState, checkpoint: PurePath) -> None:
-        """Report that the run went back from step `reached` to `checkpoint`."""
-        validated = state.validation_loss is not None
-        self.layout.on_first(lambda: self.metrics.rewind(state.step, validated))
-        self._say(
-            "rollback",
-            f"to step {state.step}: {checkpoint}; the data continues at sample {state.position}",
-        )
-        self.events.add("rollback", state.step, from_step=reached, checkpoint=checkpoint.name)
-
     def report(self, state: RunState, mean: Tensor, lr: float) -> dict[str, float]:
         """Report a step with this rank's `mean` loss; return the optimizer's telemetry.
 
@@ -114,15 +103,15 @@ class RunReporter:
             values[f"{part.name}/epochs"] = tokens / part.manifest.splits["train"].tokens
         return values
 
-    def report_spike(self, loss: float, state: RunState, action: str) -> None:
+    def report_spike(self, loss: float, state: RunState) -> None:
         """Report an outlier, the loss of the step after `state.step`."""
         first = state.position - self.training.global_batch_size
         self._say(
             "spike",
             f"loss {loss:.4f} at step {state.step + 1}, samples {first} to "
-            f"{state.position - 1}: guards.loss_spike = {action}",
+            f"{state.position - 1}: its step is left out",
         )
-        self.events.add("spike", state.step, loss=loss, action=action)
+        self.events.add("spike", state.step, loss=loss)
 
     def report_epochs(self) -> None:
         """Report the beginning of another epoch of a corpus, once."""

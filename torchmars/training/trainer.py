@@ -122,11 +122,6 @@ class Trainer:
             with self.profiler.step(step):
                 made = self.train_step()
             flags = self.agreed_events()
-            if made is None:
-                self.roll_back()
-                first = self.state.step + 1
-                continue
-            state = self.state
             state.step, state.validation_loss = step, None
             if reported:
                 self.loss_guard.check_skipped(self.reporter.report(state, *made), step)
@@ -183,11 +178,8 @@ class Trainer:
         self.checkpointer.saver.wait()
         return not self.checkpointer.saver.error
 
-    def train_step(self) -> tuple[Tensor, float] | None:
-        """Make one optimizer step; return this rank's mean loss and the learning rate.
-
-        Returns None if the loss is an outlier and the run is to roll back.
-        """
+    def train_step(self) -> tuple[Tensor, float]:
+        """Make one optimizer step; return this rank's mean loss and the learning rate."""
         state, optimizer, enter_phase = self.state, self.optimizer, self.enter_phase
         enter_phase("data")
         lr = self.schedule.apply(state.step + 1)
@@ -200,9 +192,6 @@ class Trainer:
         loss = self.model.backward(batch, enter_phase)
         enter_phase(OTHER)
         outlier = self.loss_guard.active and self.check_loss(loss)
-        if outlier and self.loss_guard.action == "rollback":
-            optimizer.zero_grad()
-            return None
         self.checkpointer.before_change()
         enter_phase("optimizer")
         if outlier:
@@ -242,7 +231,7 @@ class Trainer:
         mean = self.layout.mean_loss(loss)
         outlier = self.loss_guard.check(mean, self.state.recent_losses)
         if outlier:
-            self.reporter.report_spike(mean, self.state, self.loss_guard.action)
+            self.reporter.report_spike(mean, self.state)
         return outlier
 
     def exchange_flags(self) -> FlagExchange:
@@ -276,24 +265,6 @@ class Trainer:
         if flags.changed:
             self.layout.on_all(self.loader.check)
         return flags
-
-    def roll_back(self) -> None:
-        """Load the newest checkpoint, and resume with the data after the outlier's."""
-        reached, position = self.state.step, self.loader.position
-        self.watchdog.beat("a rollback")
-        resumed = self.checkpointer.go_back()
-        if resumed is None or resumed.folder is None:
-            raise UserError(
-                f"the loss of step {reached + 1} is an outlier, and there is no checkpoint to go "
-                "back to: lower optimizer.lr, raise guards.spike_sigmas, or lower "
-                "checkpoint.interval"
-            )
-        self.loss_guard.count_rollback(resumed.state.step, resumed.folder)
-        self.state = resumed.state
-        # The data go forward only, also past a change of weights that the checkpoint is older than.
-        self.state.position, self.state.shares = position, self.loader.shares
-        self.loader.seek(position, self.loader.shares)
-        self.reporter.rewind(reached, self.state, resumed.folder)
 
     def due(self, interval: int, at_end: bool | None = None, step: int | None = None) -> bool:
         """Return whether something done every `interval` steps (0: never) and `at_end` is due.
