@@ -38,9 +38,9 @@ from torchmars.models import Model, title
 from torchmars.planning import plan as plans
 from torchmars.planning.report import plan_in_words
 from torchmars.records.run import Run, read_run
+from torchmars.training.build import build_trainer
 from torchmars.training.determinism import apply_determinism
 from torchmars.training.preparation import prepare_run
-from torchmars.training.trainer import build_trainer
 
 Config = str | Path | Sequence[str | Path] | ResolvedConfig
 Ranks = Annotated[int, Range(1, 1_000)]

@@ -46,7 +46,7 @@ def main() -> None:
         process.check_devices()
         keep_compiled_in(config.run.compile_cache)
         from torchmars.cluster import connection, startup  # they bring torch's compiler
-        from torchmars.training.trainer import build_trainer
+        from torchmars.training.build import build_trainer
 
         apply_determinism(config.training)
 

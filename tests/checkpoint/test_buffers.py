@@ -16,7 +16,7 @@ from torchmars.core.errors import UserError
 from torchmars.exchange.export import export_file, export_folder
 from torchmars.exchange.saved_model import load_model, load_sharded_model, open_model
 from torchmars.models import build_model
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 MODEL = {"name": "llama", "n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 48}
 LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp_replicate": 2}]

@@ -16,7 +16,7 @@ from torchmars.checkpoint.memory.shared_memory import MEMORY
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.optim.tensors import local_part
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 LAYOUTS = LAYOUTS_WITH_EXPERTS | {"FSDP 3": (3, {})}
 STEPS = 3

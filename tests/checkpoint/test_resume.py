@@ -36,8 +36,8 @@ from torchmars.exchange.saved_model import load_sharded_model, open_model
 from torchmars.models import build_meta_model
 from torchmars.storage.local import LOCAL
 from torchmars.storage.storage import MANIFEST
+from torchmars.training.build import build_trainer
 from torchmars.training.optimizer import build_optimizer
-from torchmars.training.trainer import build_trainer
 
 # Layouts that a run is saved on and goes on on: ranks and parallelism.
 LAYOUTS = {"one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"dp_replicate": 2})}

@@ -19,7 +19,7 @@ from torchmars.checkpoint.saver import SWITCH_INTERVAL
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import Unreachable, UserError
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 
 def change_after_saving(tables):

@@ -15,7 +15,7 @@ from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.exchange.saved_model import load_model
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 RAN = "torchmars_exploit_ran"
 

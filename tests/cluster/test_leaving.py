@@ -20,8 +20,8 @@ from torchmars.cluster import membership, process
 from torchmars.cluster.agent import Agent, Left
 from torchmars.core.errors import EXIT_INTERRUPTED, EXIT_LEFT, EXIT_REGROUP, EXIT_STOPPED
 from torchmars.training import ending
-from torchmars.training.ending import STOP, Ending, StepFlags, ending_after_step
-from torchmars.training.trainer import Trainer
+from torchmars.training.checkpointer import RunState
+from torchmars.training.ending import JOIN, STOP, Ending, Endings, StepFlags
 
 
 def meet(usable="1/2/3", here=2, waiting=0, is_host="0", place="participants"):
@@ -186,6 +186,14 @@ class Ranks:
         return work()
 
 
+def endings_of(layout, **checkpointer):
+    """The endings of a run of 9 steps whose ranks have started after step 0."""
+    config = SimpleNamespace(
+        training=SimpleNamespace(last_step=9), checkpoint=SimpleNamespace(interval=3)
+    )
+    return Endings(config, SimpleNamespace(layout=layout, **checkpointer), first=1)
+
+
 @pytest.mark.parametrize(
     "notes,codes,save",
     [
@@ -205,12 +213,13 @@ def test_one_machine_leaves_or_the_run_stops(monkeypatch, notes, codes, save):
     found = []
     for machine in ("0", "1"):
         monkeypatch.setenv("GROUP_RANK", machine)
-        found.append(ending_after_step(flags, Ranks(*notes), first=False))
-        assert ending_after_step(flags, Ranks(*notes), first=True) is STOP
+        endings = endings_of(Ranks(*notes))
+        found.append(endings.after_step(2, flags))
+        assert endings.after_step(1, flags) is STOP
     assert [each.code for each in found] == codes
     assert {each.save for each in found} == {save}
     monkeypatch.delenv(process.FEWEST)
-    assert ending_after_step(flags, Ranks(*notes), first=False) is STOP
+    assert endings.after_step(2, flags) is STOP and endings.after_step(9, flags) is None
 
 
 @pytest.mark.parametrize(
@@ -228,13 +237,17 @@ def test_the_run_is_handed_over_in_memory_or_else_in_a_checkpoint(
     save, saved, kept, error, works, saves
 ):
     """If that fails, the ranks go on, and no step is lost."""
-    trainer, done = object.__new__(Trainer), []
-    trainer.state, trainer.save = None, lambda: done.append("save")
+    done = []
     saver = SimpleNamespace(error=error, wait=lambda: None)
-    trainer.checkpointer = SimpleNamespace(
-        keep=lambda state: done.append("keep"), is_kept=lambda: kept, saver=saver
+    endings = endings_of(
+        None, keep=lambda state: done.append("keep"), is_kept=lambda: kept, saver=saver
     )
-    assert trainer.hand_over(Ending(EXIT_REGROUP, save=save), saved) == works
+    leave = JOIN if not save else Ending(EXIT_REGROUP, save=True)
+    found = endings.if_kept(leave, RunState(step=2), saved, lambda: done.append("save"))
+    assert found is (leave if works else None)
+    joins = StepFlags(stop=False, overdue=False, changed=False, gone=False, regroup=True)
+    waits = not works and leave is JOIN  # until a checkpoint was due: 3 steps later
+    assert [endings.after_step(step, joins) for step in (4, 5)] == [None if waits else JOIN, JOIN]
     assert done.count("save") == saves and done.count("keep") == (not save)
 
 

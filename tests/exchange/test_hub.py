@@ -24,7 +24,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.exchange.folder import open_folder
 from torchmars.exchange.hub import FILES, find_folder
 from torchmars.exchange.saved_model import open_any
-from torchmars.training.abilities import resolve_source
+from torchmars.training.build import resolve_source
 from torchmars.training.preparation import prepare_run
 
 pytest.importorskip("huggingface_hub")

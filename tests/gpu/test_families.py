@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 pytestmark = pytest.mark.gpu
 

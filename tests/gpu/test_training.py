@@ -27,7 +27,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.core.errors import EXIT_HUNG
 from torchmars.parallel import fsdp, graphs, parallel_model, recipe
 from torchmars.planning.plan import plan_rank
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 pytestmark = pytest.mark.gpu
 

@@ -24,12 +24,14 @@ PARTS = {
     "torchmars.train": ["main"],
     "torchmars.cluster.connection": ["open_store", "start"],
     "torchmars.cluster.startup": ["check_ranks"],
-    "torchmars.training.trainer": [
+    "torchmars.training.build": [
         "resolve_on_ranks",
-        "build_data",
-        "build_trained",
+        "prepare_data",
+        "build_loader",
+        "lay_out_model",
+        "build_optimizer",
         "Checkpointer.resume",
-        "build_reports",
+        "open_reports",
         "Trainer.train_step",
     ],
 }

@@ -12,7 +12,7 @@ from tests.support.tiny import write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.optim.tensors import local_part
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 
 def steps_here(tables):

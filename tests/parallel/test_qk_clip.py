@@ -24,7 +24,7 @@ from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
 from torchmars.config.load import config_from_tables
 from torchmars.models.initialize import init_weights
 from torchmars.optim.tensors import local_part
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 GPT2 = "gpt2 of a base"
 HEADS = {GPT2: (OF_BASE.n_head, OF_BASE.n_head), LLAMA: (PLAIN.n_head, PLAIN.n_kv_head)}

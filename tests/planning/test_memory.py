@@ -16,7 +16,7 @@ from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.planning.memory import MemoryCounter
 from torchmars.planning.plan import plan_rank
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 
 def bytes_of(tensors):

@@ -16,7 +16,7 @@ from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
 from torchmars.config.load import config_from_tables
 from torchmars.planning.plan import plan_rank
 from torchmars.planning.traffic import TrafficCounter
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 PHASE = "forward and backward"
 

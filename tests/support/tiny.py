@@ -17,7 +17,8 @@ from torchmars.cluster import connection, process
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables, config_text
 from torchmars.core.errors import UserError
-from torchmars.training.trainer import Trainer, build_trainer
+from torchmars.training.build import build_trainer
+from torchmars.training.trainer import Trainer
 
 Change = Callable[[Trainer], None]
 

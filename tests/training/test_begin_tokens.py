@@ -1,6 +1,4 @@
-"""Runs whose documents begin with a token: warnings, text, evaluation, and exports of them."""
-
-import json
+"""Runs whose documents begin with a token: text, evaluation, and exports of them."""
 
 import pytest
 import torch
@@ -9,11 +7,9 @@ from tests.support.full import FULL
 from tests.support.tiny import listen, metrics, tiny_tables, train, write_text
 from tests.support.tokenizers import write_llama
 from torchmars.api import load
-from torchmars.config.load import config_from_tables
 from torchmars.exchange.export import export_folder
 from torchmars.exchange.folder import open_folder
 from torchmars.exchange.saved_model import load_model, open_model
-from torchmars.training.preparation import prepare_run
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,52 +35,7 @@ def tables_from(folder, source, path, **data):
     return own | {"model": tables["model"], "run": {"name": path, "folder": str(folder / "runs")}}
 
 
-def warnings(capsys, tables):
-    prepare_run(config_from_tables(tables, "in a test"), 1, 1)
-    lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if line.startswith("warning") and "begin" in line]
-
-
-def set_begin(folder, number):
-    """Let the config.json in a folder name another begin token; "gone": none at all."""
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config.pop("bos_token_id", None)
-    file.write_text(json.dumps(config if number == "gone" else config | {"bos_token_id": number}))
-
-
-def test_a_model_that_saw_another_begin_token_is_told_in_a_line(folder, capsys):
-    llama = folder / "llama"
-    source = f"hf:{llama}"
-    plain = tables_from(folder, source, "plain")
-    [line] = warnings(capsys, plain)
-    assert line.split(maxsplit=1)[1] == (
-        f"{source} was trained on texts that begin with token 1, those of {folder}/plain begin with"
-        ' token 2 alone, which ends them: set data.begin_token to "<s>", and data.path to another '
-        "folder"
-    )
-    begun = tables_from(folder, source, "begun", begin_token="auto")
-    assert not warnings(capsys, begun)
-    other = tables_from(folder, source, "other", begin_token="<turn>")
-    assert 'begin with token 3: set data.begin_token to "<s>"' in warnings(capsys, other)[0]
-    theirs = tables_from(folder, source, "theirs", tokenizer="bytes")
-    assert "token 256 alone, which ends them: set data.tokenizer to" in warnings(capsys, theirs)[0]
-    try:
-        set_begin(llama, "gone")  # Llama's own default is 1
-        assert "begin with token 1, those" in warnings(capsys, plain)[0]
-        assert not warnings(capsys, begun)
-        set_begin(llama, 2)
-        assert not warnings(capsys, plain)
-        assert "those of" in warnings(capsys, begun)[0]
-        assert "set data.begin_token to none, and" in warnings(capsys, begun)[0]
-        for number in (None, "x", [1], -1, True):
-            set_begin(llama, number)
-            assert not warnings(capsys, plain) and not warnings(capsys, begun)
-    finally:
-        set_begin(llama, 1)
-
-
-def test_a_run_is_asked_and_exported_as_its_documents_began(folder, tmp_path, capsys):
+def test_a_run_is_asked_and_exported_as_its_documents_began(folder, tmp_path):
     data = {"begin_token": "auto", "separate_documents": True, "packing": "best_fit"}
     tables = tables_from(folder, f"hf:{folder}/llama", "asked", **data)
     assert "error" not in listen(1, tables)
@@ -104,12 +55,6 @@ def test_a_run_is_asked_and_exported_as_its_documents_began(folder, tmp_path, ca
         expected.append(text[len(their_tokenizer.decode(ids[0], skip_special_tokens=True)) :])
     for place in (run, tmp_path / "hf"):
         assert load(place).generate(prompts, max_tokens=20, temperature=0) == expected
-    # A run goes on from a run as from a folder.
-    assert (
-        "begin with token 1, those of" in warnings(capsys, tables_from(folder, str(run), "p2"))[0]
-    )
-    same = tables_from(folder, str(run), "p3", begin_token="<s>")
-    assert not warnings(capsys, same)
 
 
 @FULL

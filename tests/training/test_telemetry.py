@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import run_folder_of, tiny_tables, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 STEPS = 3
 OTHERS = {"loss", "bits_per_byte", "tokens_per_second", "memory_gib", "matrix/orthogonality"}

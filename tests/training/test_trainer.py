@@ -28,7 +28,7 @@ from tests.support.tiny import (
 from torchmars.cluster import connection
 from torchmars.config.load import load_config
 from torchmars.core.errors import UserError
-from torchmars.training.trainer import build_trainer
+from torchmars.training.build import build_trainer
 
 
 def fails(tables, change=lambda trainer: None):

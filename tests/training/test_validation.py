@@ -25,9 +25,7 @@ def validation_of(batch_size):
     layout.add_up_losses = Mock(side_effect=lambda values: 2 * values)  # of two ranks alike
     model = Mock(layout=layout)
     model.losses = lambda tokens: tokens[:, 1:].float()
-    of_run = Mock(mixture=data, validation_windows=Windows(WINDOWS))
-    of_run.loader.microbatch_size = batch_size
-    return Validation(Mock(windows=6), of_run, model)
+    return Validation(Mock(windows=6), model, data, Windows(WINDOWS), batch_size, Mock())
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 8])

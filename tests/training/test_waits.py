@@ -131,10 +131,10 @@ def test_a_report_waits_for_the_device_once():
     logits = Mock(figures=note("read the largest logits", {}))
     reporter = RunReporter(
         config=Mock(training=Mock(seq_len=8)),
-        trained=Mock(
-            model=Mock(layout=layout, balance=balance, attention_logits=logits), optimizer=optimizer
-        ),
-        data=Mock(mixture=Mock(names=[])),
+        model=Mock(layout=layout, balance=balance, attention_logits=logits),
+        optimizer=optimizer,
+        data=Mock(names=[]),
+        loader=Mock(),
         metrics=metrics,
         events=Mock(),
         introduction=[],

@@ -36,8 +36,7 @@ from torchmars.cluster.scheduler import of_elastic_job, requeue_without_script
 from torchmars.cluster.signals import LAUNCHER, stopping
 from torchmars.cluster.sizes import UsableSizes, read_bounds, sizes_of
 from torchmars.config import ResolvedConfig
-from torchmars.config.load import config_of, is_set, load_sources, require_config
-from torchmars.config.toml_files import NamedTables
+from torchmars.config.load import load_config, require_config
 from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import EXIT_CODE_FILE, Ended, UserError, exit_on_user_error
@@ -45,7 +44,6 @@ from torchmars.core.typed import make
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.journal import METRICS_FILE, last_step
 from torchmars.planning.thumb import check_gpu_memory
-from torchmars.training.default_lr import default_lr_warnings
 from torchmars.training.preparation import prepare_run
 
 # How long ranks that were asked to stop may take to save. torch 2.11 ends them after 30 seconds.
@@ -55,10 +53,10 @@ SAVE_SECONDS = 3600
 Ranks = Annotated[int, Range(1, 1_000)]
 
 
-def main(options: list[str] | None = None, sources: list[NamedTables] | None = None) -> None:
+def main(options: list[str] | None = None, config: ResolvedConfig | None = None) -> None:
     """Start the ranks that `options`, by default the command line's, ask for; ends the process.
 
-    `sources` are the tables of their config, if these have been read.
+    `config` is theirs, if it has been read.
     """
     with exit_on_user_error(), tempfile.TemporaryDirectory() as scratch:
         options = sys.argv[1:] if options is None else options
@@ -83,13 +81,12 @@ def main(options: list[str] | None = None, sources: list[NamedTables] | None = N
         option = "--local-ranks-filter"
         shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0", option))
         check_shown(list(shown), ranks, option)
-        sources = sources or load_sources(args.training_script_args, "torchmars launch")
-        config = config_of(sources)
+        config = config or load_config(args.training_script_args, "torchmars launch")
         require_config(args.training_script_args)
         keep_compiled_in(config.run.compile_cache)
         args.sizes = sizes_of(config, machines, ranks)
         if not prepared:
-            prepare(config, sources, args.sizes)
+            prepare(config, args.sizes)
         if machines.elastic:
             make_elastic(args)
         os.environ[LAUNCHER] = str(os.getpid())
@@ -123,18 +120,12 @@ def make_elastic(args: argparse.Namespace) -> None:
     os.environ[process.FEWEST] = str(args.sizes.ranks[0])
 
 
-def prepare(config: ResolvedConfig, sources: list[NamedTables], sizes: UsableSizes) -> None:
-    """Make the preparations that need no ranks, once for all machines. Raises `UserError`.
-
-    `sources` are the tables of the config.
-    """
+def prepare(config: ResolvedConfig, sizes: UsableSizes) -> None:
+    """Make the preparations that need no ranks, once for all machines. Raises `UserError`."""
     if sizes.asked.elastic:
         say("\n".join(sizes.in_words()))
         check_gpu_memory(config, sizes)
     prepare_run(config, sizes.ranks, sizes.usable[-1])
-    if not is_set(sources, "optimizer.lr"):
-        for text in default_lr_warnings(config):
-            say(*labelled("warning", text))
 
 
 def announce(args: argparse.Namespace, secret: str | None) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from torchmars.cluster.sizes import MinMax, UsableSizes, read_bounds, sizes_of
 from torchmars.config import ResolvedConfig
-from torchmars.config.load import is_set, load_command, load_sources
+from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
@@ -54,9 +54,7 @@ def main() -> None:
             for line in find.find_layouts(config, ranks, per_node, options.memory * GIB):
                 say(line)
         else:
-            lr_is_set = is_set(load_sources(settings, "torchmars plan"), "optimizer.lr")
-            planned = plan.plan_rank(config, ranks, per_node)
-            say(*report.plan_in_words(planned, default_lr=not lr_is_set, sizes=sizes))
+            say(*report.plan_in_words(plan.plan_rank(config, ranks, per_node), sizes))
 
 
 def usable_sizes(config: ResolvedConfig, asked: MinMax, per_node: int) -> UsableSizes:

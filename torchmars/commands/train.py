@@ -20,7 +20,7 @@ from torchmars.cluster.environment import (
 from torchmars.cluster.scheduler import JOB, array_of_machines
 from torchmars.cluster.shared_secret import shared_secret
 from torchmars.cluster.sizes import sizes_of
-from torchmars.config.load import config_of, load_sources, require_config
+from torchmars.config.load import load_config, require_config
 from torchmars.core import console
 from torchmars.core.errors import EXIT_STOPPED, Ended, UserError, exit_on_user_error
 from torchmars.core.options import take_options
@@ -53,9 +53,8 @@ def main() -> None:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
         environment = read_environment(os.environ)
         check_temporary_folder()
-        sources = load_sources(rest, "torchmars train", Train)
+        config = load_config(rest, "torchmars train", Train)
         require_config(rest)
-        config = config_of(sources)
         if options.complete:
             raise Ended(0 if is_complete(config) else EXIT_STOPPED)
         ranks = environment.NGPU or process.local_gpus() or 2
@@ -67,11 +66,11 @@ def main() -> None:
 
         if options.prepare:
             sizes = sizes_of(config, environment.NNODES, ranks)
-            return launch.prepare(config, sources, sizes)
+            return launch.prepare(config, sizes)
         own = ["--prepared"] if options.prepared else []
         array = array_of_machines(os.environ)
         if array is not None and "RDZV_TOKEN" not in os.environ:
             os.environ["RDZV_TOKEN"] = shared_secret(config.run.path, array)
         job = array or os.environ.get(JOB) or config.run.name
         torchrun = environment.torchrun_options(ranks, job)
-        launch.main([*own, *torchrun, "-m", "torchmars.train", *rest], sources)
+        launch.main([*own, *torchrun, "-m", "torchmars.train", *rest], config)

@@ -78,13 +78,13 @@ def load_command(
     return options, config_of([*before, *load_sources(rest, prog, kind)]), rest
 
 
-def load_config(args: list[str], prog: str) -> ResolvedConfig:
+def load_config(args: list[str], prog: str, *options: type) -> ResolvedConfig:
     """Return the resolved config of `[CONFIG.toml ...] [--section.key value ...]`.
 
-    `--help` prints every field with its default, calls the command `prog`, and exits. Raises
-    `UserError` for anything the user got wrong.
+    `--help` prints every field with its default, calls the command `prog`, tells of its own
+    `options` too, and exits. Raises `UserError` for anything the user got wrong.
     """
-    return config_of(load_sources(args, prog))
+    return config_of(load_sources(args, prog, *options))
 
 
 def load_sources(args: list[str], prog: str, *options: type) -> list[NamedTables]:
@@ -149,11 +149,6 @@ def sources_named(file: str) -> list[NamedTables]:
             raise
         given = f"--{near} {value}".strip()
         raise UserError(f"cannot read the config {file}: did you mean {given}?") from None
-
-
-def is_set(sources: list[NamedTables], setting: str) -> bool:
-    """Return whether tables set a field, as "section.field"."""
-    return source_of(renamed_sources(sources), setting) != ""
 
 
 def require_config(args: list[str], prog: str = "torchmars train") -> None:

@@ -78,13 +78,6 @@ def left_to_class(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def begin_token_of(config: Mapping[str, Any]) -> int | None:
-    """Return the token that texts of a config.json's model begin with; None if it names none."""
-    of_class = DEFAULTS.get(str(config.get("model_type")), {}).get(BEGIN)
-    found = config.get(BEGIN, of_class)
-    return found if type(found) is int and found >= 0 else None
-
-
 def from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     activations = {theirs: ours for ours, theirs in GPT2_ACTIVATIONS.items()}
     width = whole_number(config, "n_embd")

@@ -13,14 +13,11 @@ from torchmars.planning.assumptions import SPEEDS
 from torchmars.planning.plan import Plan
 from torchmars.planning.scaling import transferred
 from torchmars.planning.simulation import Simulation
-from torchmars.training.default_lr import default_lr_warnings
 from torchmars.training.summary import summary
 
 
-def plan_in_words(
-    plan: Plan, default_lr: bool = False, sizes: UsableSizes | None = None
-) -> list[str]:
-    """Return all of a plan: the run, its costs, and warnings, also of the `default_lr`.
+def plan_in_words(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
+    """Return all of a plan: the run, its costs, and warnings.
 
     `sizes` are those of an elastic run, of which this is the plan of the fewest ranks.
     """
@@ -42,8 +39,7 @@ def plan_in_words(
     lines += summary(plan.config, plan.layout, plan.whole, plan.optimizer)
     for name, section in sections.items():
         lines += labelled(name, *section) if section else []
-    warnings = [*advice(plan), *(default_lr_warnings(plan.config) if default_lr else [])]
-    return lines + [line for text in warnings for line in labelled("warning", text)]
+    return lines + [line for text in advice(plan) for line in labelled("warning", text)]
 
 
 def memory(plan: Plan) -> list[str]:

@@ -24,9 +24,11 @@ from torchmars.data.mixture import Mixture
 from torchmars.data.shares import Shares, shares_from_start
 from torchmars.exchange.initial import init_from
 from torchmars.metrics.events import EventLog
+from torchmars.optim import MARS
+from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.training.ema import MovingAverage
 from torchmars.training.guards import recent
 from torchmars.training.optimizer import build_optimizer
-from torchmars.training.trained import Trained
 
 
 @dataclass
@@ -61,14 +63,21 @@ class Resumed:
 class Checkpointer:
     """Loads a run's checkpoints into its model and optimizer, and saves them.
 
-    Every rank makes the same calls. `data` are the run's corpora. `events` are told of saves.
+    Every rank makes the same calls. `average` is that of the weights, if the run keeps one. `data`
+    are the run's corpora. `events` are told of saves.
     """
 
     def __init__(
-        self, config: ResolvedConfig, trained: Trained, data: Mixture, events: EventLog
+        self,
+        config: ResolvedConfig,
+        model: ParallelModel,
+        optimizer: MARS,
+        average: MovingAverage | None,
+        data: Mixture,
+        events: EventLog,
     ) -> None:
-        self.config, self.layout = config, trained.model.layout
-        self.model, self.optimizer, self.average = trained.model, trained.optimizer, trained.average
+        self.config, self.layout = config, model.layout
+        self.model, self.optimizer, self.average = model, optimizer, average
         self.averages = self.average.values if self.average else {}
         self.whole_optimizer = build_optimizer(config, self.model.whole)
         """The optimizer of the whole model, without memory."""

@@ -1,6 +1,5 @@
 """The reports of a run: lines on the console, metrics, and events."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -9,18 +8,14 @@ from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.config.model import OWN
 from torchmars.core.console import labelled, next_commands
-from torchmars.evaluation.results import Evaluation
-from torchmars.evaluation.scoring import Scorer
+from torchmars.data.loader import Loader
+from torchmars.data.mixture import Mixture
 from torchmars.metrics.events import EventLog
-from torchmars.metrics.machines import MachinesBefore, machines_before
-from torchmars.metrics.metrics import Metrics, open_metrics
-from torchmars.training.abilities import Abilities
-from torchmars.training.checkpointer import Checkpointer, Resumed, RunState
-from torchmars.training.data import RunData
-from torchmars.training.preparation import evaluation_tasks, write_settings
-from torchmars.training.summary import introduction
-from torchmars.training.trained import Trained
-from torchmars.training.validation import Validation
+from torchmars.metrics.machines import MachinesBefore
+from torchmars.metrics.metrics import Metrics
+from torchmars.optim import MARS
+from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.training.checkpointer import Resumed, RunState
 
 
 class RunReporter:
@@ -32,16 +27,18 @@ class RunReporter:
     def __init__(
         self,
         config: ResolvedConfig,
-        trained: Trained,
-        data: RunData,
+        model: ParallelModel,
+        optimizer: MARS,
+        data: Mixture,
+        loader: Loader,
         metrics: Metrics,
         events: EventLog,
         introduction: list[str],
         before: MachinesBefore | None,
     ) -> None:
         self.config, self.training = config, config.training
-        self.model, self.optimizer = trained.model, trained.optimizer
-        self.layout, self.data, self.loader = trained.model.layout, data.mixture, data.loader
+        self.model, self.optimizer, self.layout = model, optimizer, model.layout
+        self.data, self.loader = data, loader
         self.metrics, self.events, self.introduction = metrics, events, introduction
         self.epochs = self.loader.epochs
         self.before = before
@@ -158,51 +155,3 @@ class RunReporter:
 
     def _say(self, label: str, text: str) -> None:
         self.layout.say("\n".join(labelled(label, text)))
-
-
-@dataclass(frozen=True)
-class RunReports:
-    """The measurements of the run, and all that tells of it."""
-
-    validation: Validation
-    evaluation: Evaluation
-    metrics: Metrics
-    reporter: RunReporter
-
-
-def build_reports(
-    config: ResolvedConfig,
-    abilities: Abilities,
-    data: RunData,
-    trained: Trained,
-    checkpointer: Checkpointer,
-    resumed: Resumed,
-    events: EventLog,
-) -> RunReports:
-    """Open the files of the run's reports, unless it is complete."""
-    model, layout, state = trained.model, trained.model.layout, resumed.state
-    scorer = Scorer(model, layout, data.tokenizer, config.evaluation.batch_size)
-    complete = state.step >= config.training.last_step
-    elastic = layout.first and process.fewest_ranks() is not None
-    before = machines_before(config.run.path) if elastic else None
-    questions = layout.on_first(lambda: evaluation_tasks(config))
-    if not complete:
-        layout.on_first(lambda: write_settings(config))
-    metrics = open_metrics(
-        layout,
-        config,
-        step=state.step,
-        validated=state.validation_loss is not None,
-        flops_per_token=model.whole.flops_per_token(),
-        events=events,
-        check=checkpointer.saver.owned.check_run,
-        write=not complete,
-    )
-    whole = model.whole, checkpointer.whole_optimizer
-    lines = introduction(config, layout, abilities, *whole, data.mixture, resumed)
-    return RunReports(
-        Validation(config.validation, data, model),
-        Evaluation(scorer, questions),
-        metrics,
-        RunReporter(config, trained, data, metrics, events, lines, before),
-    )

@@ -21,7 +21,6 @@ from torchmars.optim import MARS
 from torchmars.optim.rules import RULES, variance_reduced
 from torchmars.optim.settings import Choice, Flag
 from torchmars.parallel.layout import Layout
-from torchmars.training.abilities import Abilities
 from torchmars.training.checkpointer import Resumed
 from torchmars.training.determinism import kept_variables
 
@@ -31,7 +30,8 @@ TESTED = ("2.11", "2.13")  # torch, from and to: the range of pyproject.toml
 def introduction(
     config: ResolvedConfig,
     layout: Layout,
-    abilities: Abilities,
+    native_bfloat16: bool,
+    compiles: bool,
     model: Model,
     optimizer: MARS,
     data: Mixture,
@@ -39,7 +39,8 @@ def introduction(
 ) -> list[str]:
     """Return all that a run prints at its start.
 
-    `config` has its dtypes and compilation resolved.
+    `config` has its dtypes and compilation resolved, `native_bfloat16` and `compiles` say what all
+    ranks can.
     """
     lines = labelled("run", f"{config.run.path}, seed {config.run.seed}")
     lines += summary(config, layout, model, optimizer)
@@ -48,14 +49,14 @@ def introduction(
     if config.training.deterministic and (kept := kept_variables()):
         lines += labelled("warning", kept)
     slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
-    if slow and not abilities.native_bfloat16:
+    if slow and not native_bfloat16:
         lines += labelled("warning", slow)
     lines += labelled("data", *data_lines(config.training, data, resumed.state.shares))
     for corpus in config.data.corpora() if layout.first else []:
         if changed := sources.warning(corpus):
             lines += labelled("warning", changed)
     lines += continuation(config, resumed)
-    note = eager_note(config, layout.device, abilities.compile, layout.group("tp").size)
+    note = eager_note(config, layout.device, compiles, layout.group("tp").size)
     return lines + labelled("note", note) if note else lines
 
 

@@ -1,6 +1,5 @@
 """The training loop, in time order."""
 
-from contextlib import ExitStack
 from dataclasses import astuple
 
 from torch import Tensor
@@ -12,44 +11,25 @@ from torchmars.config import ResolvedConfig
 from torchmars.core.device import is_gpu
 from torchmars.core.errors import UserError
 from torchmars.core.files import is_gone
-from torchmars.metrics.events import EventLog
+from torchmars.data.loader import Loader
+from torchmars.evaluation.results import Evaluation
 from torchmars.metrics.phases import OTHER
-from torchmars.parallel.layout import FlagExchange, Layout
-from torchmars.training.abilities import resolve_on_ranks
+from torchmars.optim import MARS
+from torchmars.parallel.layout import FlagExchange
+from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.training.checkpointer import Checkpointer, Resumed
-from torchmars.training.data import RunData, build_data
-from torchmars.training.ending import JOIN, STOP, Ending, StepFlags, ending_after_step
+from torchmars.training.ema import MovingAverage
+from torchmars.training.ending import STOP, Endings, StepFlags
 from torchmars.training.garbage import MOST_STEPS, GarbageCollection
 from torchmars.training.guards import LossGuard
+from torchmars.training.optimizer import Schedule
 from torchmars.training.profiler import Profiler
-from torchmars.training.reporter import RunReports, build_reports
-from torchmars.training.schedule import Schedule
-from torchmars.training.trained import Trained, build_trained
-
-
-def build_trainer(config: ResolvedConfig, layout: Layout) -> "Trainer":
-    """Build a run: from its newest good checkpoint, or at its start. Called by every rank.
-
-    Raises `UserError`, on every rank, for what the user got wrong.
-    """
-    config, abilities = resolve_on_ranks(config, layout)
-    data = build_data(config, layout)
-    trained = build_trained(config, layout, data)
-    events = EventLog(config.run.path if layout.first else None)
-    checkpointer = Checkpointer(config, trained, data.mixture, events)
-    with ExitStack() as failed:
-        # A notebook continues, and must not keep the run's folder then.
-        failed.callback(checkpointer.saver.release)
-        resumed = checkpointer.resume()
-        data.loader.seek(resumed.state.position, resumed.state.shares)
-        reports = build_reports(config, abilities, data, trained, checkpointer, resumed, events)
-        trainer = Trainer(config, data, trained, checkpointer, resumed, reports)
-        failed.pop_all()
-    return trainer
+from torchmars.training.reporter import RunReporter
+from torchmars.training.validation import Validation
 
 
 class Trainer:
-    """The steps of one run on one layout, from where it was `resumed`; `build_trainer` makes it.
+    """The steps of one run on one layout, from where it was `resumed`: see `build_trainer`.
 
     Every rank makes the same calls. Raises `UserError`, on every rank, for what the user got wrong.
     """
@@ -57,18 +37,22 @@ class Trainer:
     def __init__(
         self,
         config: ResolvedConfig,
-        data: RunData,
-        trained: Trained,
+        model: ParallelModel,
+        optimizer: MARS,
+        average: MovingAverage | None,
+        loader: Loader,
         checkpointer: Checkpointer,
         resumed: Resumed,
-        reports: RunReports,
+        reporter: RunReporter,
+        validation: Validation,
+        evaluation: Evaluation,
     ) -> None:
-        self.config, self.layout, self.loader = config, trained.model.layout, data.loader
-        self.model, self.average, self.optimizer = trained.model, trained.average, trained.optimizer
-        self.schedule = Schedule(config, self.optimizer)
+        self.config, self.layout, self.loader = config, model.layout, loader
+        self.model, self.optimizer, self.average = model, optimizer, average
+        self.schedule = Schedule(config, optimizer)
         self.checkpointer, self.resumed, self.state = checkpointer, resumed, resumed.state
-        self.validation, self.evaluation = reports.validation, reports.evaluation
-        self.reporter, self.metrics = reports.reporter, reports.metrics
+        self.validation, self.evaluation = validation, evaluation
+        self.reporter, self.metrics = reporter, reporter.metrics
         self.enter_phase = self.metrics.throughput.phases.enter
         self.profiler = Profiler(config.profiler, config.run.path / "profile", self.layout)
         self.watchdog = Watchdog(
@@ -109,36 +93,32 @@ class Trainer:
 
     def train(self) -> int:
         """Make the steps that are left; return the exit code, which is 0 if all were made."""
-        ending = None
         state, config, last = self.state, self.config, self.config.training.last_step
-        first, join_from = state.step + 1, 0
+        endings = Endings(config, self.checkpointer, first=state.step + 1)
+        ending = None
         if state.step and state.validation_loss is None and self.due(config.validation.interval):
             self.validate()  # a signal stopped the run before it could
-        while self.state.step < last:
-            step = self.state.step + 1
+        while ending is None and state.step < last:
+            step = state.step + 1
             reported = step == 1 or self.due(config.metrics.log_interval, step=step)
             self.optimizer.measures = reported
             self.model.attention_logits.measures = reported and config.metrics.attention
             with self.profiler.step(step):
-                made = self.train_step()
+                loss, lr = self.train_step()
             flags = self.agreed_events()
             state.step, state.validation_loss = step, None
             if reported:
-                self.loss_guard.check_skipped(self.reporter.report(state, *made), step)
-            if reported or state.step % MOST_STEPS == 0:
+                self.loss_guard.check_skipped(self.reporter.report(state, loss, lr), step)
+            if reported or step % MOST_STEPS == 0:
                 self.garbage.collect()
             self.reporter.report_epochs()
-            ending = None
-            if state.step < last:
-                ending = ending_after_step(flags, self.layout, first=state.step == first)
-            if ending is JOIN and state.step < join_from:
-                ending = None
-            hurry = ending is not None and ending.hurry
+            ending = endings.after_step(step, flags)
             with self.metrics.throughput.paused():
-                if self.due(config.validation.interval) and not hurry:
-                    self.validate()
-                if not hurry and self.due(config.evaluation.interval):
-                    self.evaluate()
+                if ending is None or not ending.hurry:
+                    if self.due(config.validation.interval):
+                        self.validate()
+                    if self.due(config.evaluation.interval):
+                        self.evaluate()
                 saved = (
                     (ending is not None and ending.save)
                     or flags.overdue
@@ -146,37 +126,19 @@ class Trainer:
                 )
                 if saved:
                     self.save()
-            if ending is None and self.due(config.checkpoint.memory_interval, at_end=False):
+            if ending is not None:
+                ending = endings.if_kept(ending, state, saved, self.save)
+            elif self.due(config.checkpoint.memory_interval, at_end=False):
                 self.checkpointer.keep(state)
-            if ending is STOP or (ending is not None and self.hand_over(ending, saved)):
-                break
-            if ending is JOIN:  # it was not kept: those that come wait as long as for a save
-                join_from = state.step + max(1, config.checkpoint.interval)
-            self.watchdog.beat(f"step {state.step + 1}")
+            self.watchdog.beat(f"step {step + 1}")
         self.watchdog.beat("the last save")
-        if ending is not None and ending is not STOP:
-            return ending.code
-        self.checkpointer.saver.finish()
+        if ending in (None, STOP):
+            self.checkpointer.saver.finish()
         if ending is STOP:
-            self.reporter.report_stop(self.state.step, self.signal)
-        elif last < config.training.steps:
+            self.reporter.report_stop(state.step, self.signal)
+        elif ending is None and last < config.training.steps:
             self.reporter.report_stop(last, "training.stop_after")
-        return STOP.code if ending is STOP else 0
-
-    def hand_over(self, ending: Ending, saved: bool) -> bool:
-        """Keep the run for the ranks that go on from here; return whether that worked.
-
-        In memory or else in a checkpoint, which may be `saved` already. If it fails, these ranks
-        make another step.
-        """
-        if not ending.save:
-            self.checkpointer.keep(self.state)
-            if self.checkpointer.is_kept():
-                return True
-        if not saved:
-            self.save()
-        self.checkpointer.saver.wait()
-        return not self.checkpointer.saver.error
+        return 0 if ending is None else ending.code
 
     def train_step(self) -> tuple[Tensor, float]:
         """Make one optimizer step; return this rank's mean loss and the learning rate."""

@@ -6,9 +6,10 @@ from torch import Tensor
 from torchmars.config import ValidationConfig
 from torchmars.core.device import is_gpu
 from torchmars.data.loader import validation_batches
+from torchmars.data.mixture import MixedWindows, Mixture
+from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
 from torchmars.parallel.parallel_model import ParallelModel
-from torchmars.training.data import RunData
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -16,10 +17,18 @@ SAMPLE_TEMPERATURE = 0.8
 class Validation:
     """Measures a model on the same windows on every layout. Every rank makes the same calls."""
 
-    def __init__(self, config: ValidationConfig, data: RunData, model: ParallelModel) -> None:
+    def __init__(
+        self,
+        config: ValidationConfig,
+        model: ParallelModel,
+        data: Mixture,
+        windows: MixedWindows,
+        batch_size: int,
+        tokenizer: Tokenizer,
+    ) -> None:
         self.config, self.model, self.layout = config, model, model.layout
-        self.data, self.tokenizer = data.mixture, data.tokenizer
-        self.windows, self.batch_size = data.validation_windows, data.loader.microbatch_size
+        self.data, self.windows, self.batch_size = data, windows, batch_size
+        self.tokenizer = tokenizer
 
     @torch.no_grad()
     def losses(self) -> tuple[float, float, dict[str, float]]:

@@ -298,6 +298,11 @@ class MemoryCopies:
         assert header is not None  # its holder has it
         return header.read_manifest(), work.parts
 
+    def drop(self) -> None:
+        """Drop all copies."""
+        self.finish()
+        self.layout.on_all(self._told(lambda: self._drop_all_but(None)))
+
     def _fetch(self, key: Key, holders: Sequence[int]) -> bool:
         """Let each rank have its part of the copy `key`, from the ranks that hold them.
 

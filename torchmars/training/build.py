@@ -1,0 +1,216 @@
+"""Builds a run on its ranks: its parts are made in the order in which they need each other."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from torchmars.checkpoint.folder import checkpoints
+from torchmars.checkpoint.resume import newest_config
+from torchmars.cluster import process
+from torchmars.config import ResolvedConfig
+from torchmars.config.compile import resolve_compile
+from torchmars.config.dtypes import resolve_dtypes
+from torchmars.config.optimizer import as_begun
+from torchmars.core.device import is_gpu
+from torchmars.data.loader import Loader
+from torchmars.data.mixture import MixedWindows
+from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import Tokenizer
+from torchmars.evaluation.results import Evaluation
+from torchmars.evaluation.scoring import Scorer
+from torchmars.exchange.hub import find_folder, is_of_hub
+from torchmars.metrics.events import EventLog
+from torchmars.metrics.machines import MachinesBefore, machines_before
+from torchmars.metrics.metrics import Metrics, open_metrics
+from torchmars.models import build_run_model
+from torchmars.models.base import factors_of
+from torchmars.models.documents import document_starts
+from torchmars.optim.kernels import can_compile
+from torchmars.optim.matrices.precision import multiplies_bfloat16
+from torchmars.parallel.checks import check_layout
+from torchmars.parallel.fsdp import weight_device
+from torchmars.parallel.layout import Layout
+from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.training.checkpointer import Checkpointer, RunState
+from torchmars.training.ema import MovingAverage
+from torchmars.training.optimizer import build_optimizer
+from torchmars.training.preparation import evaluation_tasks, prepare_data, write_settings
+from torchmars.training.reporter import RunReporter
+from torchmars.training.summary import introduction
+from torchmars.training.trainer import Trainer
+from torchmars.training.validation import Validation
+
+
+class Abilities(NamedTuple):
+    """The abilities that all ranks share."""
+
+    native_bfloat16: bool
+    """To multiply bfloat16 fast."""
+    compiles: bool
+
+
+def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
+    """Build a run: from its newest good checkpoint, or at its start. Called by every rank.
+
+    Raises `UserError`, on every rank, for what the user got wrong.
+    """
+    config, abilities = resolve_on_ranks(config, layout)
+    data = layout.on_first(lambda: prepare_data(config))
+    seq_len, world = config.training.seq_len, layout.world
+    # The first rank alone asks for size and time of every shard.
+    training_windows = layout.on_first(lambda: data.windows("train", seq_len))
+    validation_windows = layout.on_first(lambda: data.windows("validation", seq_len))
+    # The ranks share the reading.
+    layout.on_all(lambda: data.verify(config.data.verify, world.rank, world.size))
+    loader = build_loader(config, layout, training_windows)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.begin_token)
+    model = lay_out_model(config, layout, data.vocab_size, tokenizer)
+    decay = config.training.ema_decay
+    average = MovingAverage(model.weights, decay) if decay else None
+    optimizer = build_optimizer(config, model.whole, model.weights, layout)
+    events = EventLog(config.run.path if layout.first else None)
+    checkpointer = Checkpointer(config, model, optimizer, average, data, events)
+    with ExitStack() as failed:
+        # A notebook continues, and must not keep the run's folder then.
+        failed.callback(checkpointer.saver.release)
+        resumed = checkpointer.resume()
+        loader.seek(resumed.state.position, resumed.state.shares)
+        whole = model.whole, checkpointer.whole_optimizer
+        lines = introduction(config, layout, *abilities, *whole, data, resumed)
+        scorer = Scorer(model, layout, tokenizer, config.evaluation.batch_size)
+        questions = layout.on_first(lambda: evaluation_tasks(config))
+        metrics, before = open_reports(config, layout, checkpointer, resumed.state, events)
+        reporter = RunReporter(
+            config, model, optimizer, data, loader, metrics, events, lines, before
+        )
+        batch_size = loader.microbatch_size
+        validation = Validation(
+            config.validation, model, data, validation_windows, batch_size, tokenizer
+        )
+        trainer = Trainer(
+            config,
+            model,
+            optimizer,
+            average,
+            loader,
+            checkpointer,
+            resumed,
+            reporter,
+            validation,
+            Evaluation(scorer, questions),
+        )
+        failed.pop_all()
+    return trainer
+
+
+def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedConfig, Abilities]:
+    """Return `config` with all resolved that ranks must find out, and the abilities of all ranks.
+
+    Raises `UserError`, on every rank, for a model of the hub that cannot be fetched.
+    """
+    device = layout.device
+    weights = weight_device(config.parallelism, device)
+    native_bfloat16 = layout.agree(lambda: multiplies_bfloat16(weights))
+    saved, source = layout.on_first(lambda: saved_and_source(config))
+    config = resolve_dtypes(config, device, native_bfloat16, saved)
+    optimizer = as_begun(config.optimizer, config.training.router_z_loss, saved)
+    config = replace(config, optimizer=optimizer)
+    compiles = layout.agree(lambda: can_compile(device))
+    config = resolve_compile(config, device, compiles, layout.group("tp").size, saved)
+    config = replace(config, checkpoint=replace(config.checkpoint, init_from=source))
+    return config, Abilities(native_bfloat16, compiles)
+
+
+def saved_and_source(config: ResolvedConfig) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the config of the run's newest checkpoint, None without one, and checkpoint.init_from.
+
+    The latter is as `resolve_source` has it. Raises `UserError`.
+    """
+    saved = newest_config(checkpoints(config.checkpoints))
+    return saved, resolve_source(config.checkpoint.init_from, saved)
+
+
+def resolve_source(source: str | None, saved: dict[str, Any] | None) -> str | None:
+    """Return checkpoint.init_from, in which a model of the hub has its commit; fetch it.
+
+    A run that has a checkpoint, with the config `saved`, keeps its commit. Raises `UserError`.
+    """
+    if source is None or not is_of_hub(source):
+        return source
+    if saved is None:
+        return find_folder(source)[1]
+    before = str(saved["checkpoint"].get("init_from"))
+    return before if before.partition("@")[0] == source.partition("@")[0] else source
+
+
+def build_loader(config: ResolvedConfig, layout: Layout, windows: MixedWindows) -> Loader:
+    """Make the reader of this rank's microbatches, at the start of the data."""
+    training = config.training
+    microbatch_size, _ = training.microbatches(layout.data.size, config.parallelism.stages)
+    return Loader(
+        windows,
+        seed=config.run.seed,
+        global_batch_size=training.global_batch_size,
+        microbatch_size=microbatch_size,
+        rank=layout.data.rank,
+        ranks=layout.data.size,
+        num_workers=config.data.num_workers,
+        pin_memory=is_gpu(layout.device.type),
+    )
+
+
+def lay_out_model(
+    config: ResolvedConfig, layout: Layout, vocab_size: int, tokenizer: Tokenizer
+) -> ParallelModel:
+    """Lay out the model over the ranks, with its initial weights."""
+    whole = build_run_model(config, vocab_size)
+    # The launcher has asked already. Plain torchrun starts ranks without it.
+    check_layout(config, config.parallelism.degrees(layout.world.size), whole)
+    find_starts = partial(
+        document_starts,
+        end_of_text=tokenizer.end_of_text,
+        begin_token=tokenizer.begin_token,
+    )
+    model = ParallelModel(
+        whole,
+        config.parallelism,
+        config.training,
+        config.activation_checkpoint,
+        layout,
+        layout.device,
+        find_starts=find_starts if config.data.separate_documents else None,
+        exact=config.optimizer.mode == "exact",
+    )
+    factors = factors_of(whole, config.transfer)
+    model.init_weights(config.run.seed, None if factors is None else factors.std)
+    return model
+
+
+def open_reports(
+    config: ResolvedConfig,
+    layout: Layout,
+    checkpointer: Checkpointer,
+    state: RunState,
+    events: EventLog,
+) -> tuple[Metrics, MachinesBefore | None]:
+    """Open the files of the run's reports, unless it is complete.
+
+    Returns on the first rank also the machines of an elastic run before this start.
+    """
+    elastic = layout.first and process.fewest_ranks() is not None
+    before = machines_before(config.run.path) if elastic else None
+    complete = state.step >= config.training.last_step
+    if not complete:
+        layout.on_first(lambda: write_settings(config))
+    metrics = open_metrics(
+        layout,
+        config,
+        step=state.step,
+        validated=state.validation_loss is not None,
+        flops_per_token=checkpointer.model.whole.flops_per_token(),
+        events=events,
+        check=checkpointer.saver.owned.check_run,
+        write=not complete,
+    )
+    return metrics, before
