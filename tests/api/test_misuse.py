@@ -128,7 +128,6 @@ WRONG = {
     "shots": [evaluate("bad.jsonl", shots=each) for each in (-1, None, 1.5)],
     "limit": [evaluate("bad.jsonl", limit=each) for each in (-1, 0, "x")],
     "batch_size": [evaluate("bad.jsonl", batch_size=each) for each in (0, None, "x")],
-    "axis": [lambda model: torchmars.records.run.Run(Path(), {}).along("time", [1])],
 }
 
 

@@ -29,7 +29,7 @@ LINES = [
             "runs NAME",
             "runs . --json NAME",
         ),
-        *("plot NAME", "plot . --out NAME", "report NAME", "report . --out NAME", "presets NAME"),
+        *("plot NAME", "plot . --out NAME", "plot . --html --out NAME", "presets NAME"),
         *("evaluate NAME --text x", "evaluate x --text x --json NAME", "evaluate x --shards NAME"),
         *("train NAME", "train tiny.toml NAME", "bench NAME", "bench tiny.toml --against NAME"),
         *(
@@ -147,7 +147,7 @@ def test_a_strangers_run_sends_no_request(place, monkeypatch, capsys, server):
         tables = tiny_tables(place) | {"checkpoint": named}
         (run / "config.toml").write_text(tomli_w.dumps(tables))
         for line in (
-            *(["checkpoint", "list", str(run)], ["generate", str(run)], ["report", str(run)]),
+            *(["checkpoint", "list", str(run)], ["generate", str(run)]),
             *(["export", str(run), "out"], ["evaluate", str(run), "--shards", "shards"]),
         ):
             code, said = ended(line, monkeypatch, capsys)

@@ -5,7 +5,8 @@ import functools
 import pytest
 
 from tests.support.full import full_but
-from tests.support.records import restarted_run
+from tests.support.records import made_comparison, made_run, restarted_run
+from torchmars.comparison.results import write_comparison
 
 
 @pytest.fixture
@@ -14,25 +15,33 @@ def run(call, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("runs/a", "runs/b"):
         restarted_run(tmp_path / name, 3)
-    (tmp_path / "v1.2").mkdir()
+    made_run(tmp_path / "runs/begun", 1)
+    for name in ("v1.2", "compared"):
+        (tmp_path / name).mkdir()
+    write_comparison(made_comparison(), tmp_path / "compared")
 
     return functools.partial(call, "plot")
 
 
 PLACES = [
     (["runs/a"], ["runs/a/plot.png", "runs/a/plot.svg"]),
-    (["runs/a", "runs/b", "--x", "seconds"], ["plot.png", "plot.svg"]),
+    (["runs/a", "runs/b", "--all"], ["plot.png", "plot.svg"]),
+    (["runs/a", "--html"], ["runs/a/plot.html"]),
+    (["runs/a", "runs/b", "--html", "--out=new/both.html"], ["new/both.html"]),
+    (["compared"], ["compared/plot.png", "compared/plot.svg"]),
+    (["compared", "--html", "--out", "v1.2"], ["v1.2/plot.html"]),
     (["runs/a", "--out", "figures"], ["figures/plot.png", "figures/plot.svg"]),
     (["--out=new/both.svg", "runs/a", "runs/b"], ["new/both.svg"]),
     (["runs/a", "--out=v1.2"], ["v1.2/plot.png", "v1.2/plot.svg"]),
 ]
 
 
-@pytest.mark.parametrize("args,files", full_but(PLACES[1:2], PLACES))
+@pytest.mark.parametrize("args,files", full_but(PLACES[1:4:2], PLACES))
 def test_where_pictures_go(run, tmp_path, args, files):
     code, out, err = run(*args)
     assert (code, err) == (0, "") and out == "".join(f"wrote {file}\n" for file in files)
-    assert sorted(map(str, tmp_path.rglob("*.[ps][nv]g"))) == [str(tmp_path / f) for f in files]
+    found = (each for each in tmp_path.rglob("*") if each.suffix in (".png", ".svg", ".html"))
+    assert sorted(map(str, found)) == [str(tmp_path / file) for file in files]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +51,9 @@ def test_where_pictures_go(run, tmp_path, args, files):
         (["runs/a", "runs/c"], "runs/c is not the folder of a run: it does not exist: name one"),
         (["runs"], "runs is not the folder of a run: it has no config.toml"),
         (["v1.2", "runs"], "v1.2 is not the folder of a run: it has no config.toml"),
-        (["runs/a", "--x", "hours"], '--x must be one of "tokens", "step", "seconds", got'),
+        (["runs/a", "compared"], "compared is a comparison: name it alone, or runs in its place"),
+        (["runs/a", "--html", "--out", "x.png"], "--out: x.png must end in .html, or be a folder"),
+        (["runs/begun"], "runs/begun has nothing to draw yet: wait for its second report"),
         (
             ["runs/a", "--out", "runs/a/config.toml"],
             "--out: runs/a/config.toml must end in .png or",

@@ -16,7 +16,6 @@ from torchmars.comparison.results import (
 from torchmars.comparison.summary import differences
 from torchmars.comparison.tables import difference_rows, lines, markdown
 from torchmars.comparison.words import interval_text, seeds_text, share
-from torchmars.reports.comparison_page import comparison_page
 
 GRID = {"lr": [1e-3, 2e-3], "gamma": [0.1, 0.2], "betas": [[0.9, 0.99]]}
 BEST = {"lr": 2e-3, "gamma": 0.2, "betas": [0.9, 0.99]}
@@ -129,17 +128,14 @@ def test_where_there_is_no_difference_to_tell():
     assert conclusion(made(nothing, state="pending")) == ["Nothing yet: no optimizer is tuned."]
 
 
-def test_it_stands_before_all_else(tmp_path):
-    """In the printed report, the tables and the page. Without a baseline there are no savings."""
-    pytest.importorskip("plotly")
+def test_it_stands_before_all_else():
+    """In the printed report and the tables. Without a baseline there are no savings."""
     found = made({"mars-m": LOW, "muon": CLEAR})
     first = conclusion(found)[0]
     assert lines(found)[1] == f"found     {first}"
     text = markdown(found)
     assert text.startswith(f"# found\n\n## What was found\n\n{first}\n\n- A note.\n\n`c.toml`: ")
-    page = comparison_page(found, tmp_path, tmp_path / "report.html")
-    assert page.index(first) < page.index("A note.") < page.index("c.toml")
-    for shown in (text, page, "\n".join(lines(found))):
+    for shown in (text, "\n".join(lines(found))):
         assert "tokens saved" not in shown and "time saved" not in shown
     assert "betas 0.9 0.99 for all" in text and "| mars-m | lr 0.002, gamma 0.2 |" in text
     assert "| tokens saved |" in markdown(replace(found, baseline="muon"))

@@ -119,7 +119,7 @@ def test_every_size_is_tuned_and_the_command_resumes(transfer, tmp_path):
     names = ["width32", "width64", "width64-without"]
     table = out[out.index("best rate") : out.index("seconds of a trial")].splitlines()
     assert [line.split()[0] for line in table if line.startswith("width")] == names
-    assert f"torchmars report {folder.relative_to(tmp_path)}" in out
+    assert f"torchmars plot {folder.relative_to(tmp_path)} --html" in out
     first = [each for each in found["trials"] if each["seed"] == 0]
     assert [each["contender"] for each in first] == [name for name in names for _ in range(4)]
     others = {name: 0 for name in names}
@@ -127,7 +127,7 @@ def test_every_size_is_tuned_and_the_command_resumes(transfer, tmp_path):
         others[each["contender"]] += each["seed"] == 1
     assert all(2 <= count <= 3 for count in others.values())  # the best and its neighbours
     table = (folder / "table.md").read_text()
-    assert "at the base's rate" in table and (folder / "loss_by_lr.svg").exists()
+    assert "at the base's rate" in table and (folder / "plot.svg").exists()
     logs = sorted(folder.glob("trials/*/metrics.jsonl"))
     before = [log.stat().st_mtime_ns for log in logs]
     assert transfer(*args)[0] == 0

@@ -56,7 +56,7 @@ def shown(start):
     "start,names",
     [
         ("run       runs/play", ["train"]),
-        ("run           step", ["runs", "report"]),
+        ("run           step", ["runs", "plot"]),
         ("text        tokens", ["evaluate"]),
         ("play-hf: 27 tensors", ["export"]),
     ],
@@ -70,7 +70,7 @@ def test_the_outputs_are_those_of_the_commands(walked, start, names):
 def test_the_walk_ends_in_transformers(walked, monkeypatch, capsys):
     folder, printed = walked
     assert printed["generate"].startswith("JULIET:")
-    assert (folder / "runs/play/report.html").stat().st_size > 1e5
+    assert (folder / "runs/play/plot.html").stat().st_size > 1e4
     (folder / "use.py").write_text(named_files("python")["use.py"])
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -44,7 +44,6 @@ EVENTS = [
     '{"time": 1.8e9, "event": null, "step": 7}',
     f'{{"time": 1.8e9, "event": "saved", "step": 7, "mib": {DIGITS}}}',
     '{"time": 1.8e9, "event": "saved", "step": 7, "seconds": "long"}',
-    '{"time": 1.8e9, "event": "rollback", "step": 7, "from_step": null}',
     '{"time": 1.8e9, "event": "started", "step": 7, "changes": "none"}',
     f'{{"time": 1.8e9, "event": "started", "step": 7, "ranks": {NESTED}}}',
     '{"time": 1.8e9, "event": "later", "step": 7, "more": [[1]]}',
@@ -90,11 +89,9 @@ def test_commands_say_what_they_leave_out(tmp_path, call, monkeypatch):
     code, out, err = call("runs", ".")
     assert code == 0 and "run   3/3 " in out and err.startswith("warning: run/*.jsonl: ")
     assert err.endswith(" damaged lines are left out\n") and err.count("\n") == 1
-    for command in ("plot", "report"):
-        said = f"warning: run/*.jsonl: {count} damaged lines are left out\n"
-        assert call(command, "run")[::2] == (0, said)
-    page = (folder / "report.html").read_text()
-    assert f"left out: {count}" in page and "half \\ud800" in page
+    said = f"warning: run/*.jsonl: {count} damaged lines are left out\n"
+    assert call("plot", "run", "--html")[::2] == (0, said)
+    assert "half \\ud800" in (folder / "plot.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
@@ -125,17 +122,16 @@ def test_numbers_that_are_unknown_or_extreme_are_drawn(tmp_path, call, monkeypat
     rows = [{"step": 4} | unknown, {"step": 10**15} | extreme, {"step": 5, "train/a_ms": math.nan}]
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write(text(map(json.dumps, rows)))
-    for args in (["report", "run", "good"], ["plot", "run", "good"]):
-        assert call(*args)[::2] == (0, "")
+    for kind in ("--all", "--html"):
+        assert call("plot", "run", "good", kind)[::2] == (0, "")
 
 
 def test_a_config_without_a_batch_size(tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = made_run(tmp_path / "run", 3)
     (folder / "config.toml").write_text("[training]\nsteps = 3\n")
-    for command in ("plot", "report"):  # its reports say how many tokens were read
-        assert call(command, "run")[::2] == (0, "")
+    # Its reports say how many tokens were read.
+    assert call("plot", "--html", "run")[::2] == (0, "")
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
-    for command in ("plot", "report"):
-        code, _, err = call(command, "run")
-        assert code == 2 and "run/config.toml has no training.global_batch_size or no" in err
+    code, _, err = call("plot", "--html", "run")
+    assert code == 2 and "run/config.toml has no training.global_batch_size or no" in err

@@ -42,7 +42,7 @@ MODULES = {
             "plan",
             "presets",
             "runs",
-            "report",
+            "plot",
             "generate",
             "export",
             "evaluate",

@@ -135,48 +135,8 @@ def made_trial(name: str, floor: float, best: float, lr: float, seed: int) -> Tr
     )
 
 
-def compared_planes() -> Comparison:
-    """Return a comparison of mars-m and muon over lr, gamma and betas with one seed.
-
-    At some points trials of mars-m diverged, and one has not ended.
-    """
-    losses = {  # by betas[0], gamma and lr; None: it diverged, nan: it has not ended
-        "mars-m": {
-            (0.9, 0.05): (1.48, 1.47), (0.9, 0.2): (1.43, 1.42), (0.9, 0.4): (None, 1.46),
-            (0.95, 0.05): (1.49, 1.5), (0.95, 0.2): (None, None), (0.95, 0.4): (None, math.nan),
-        },
-        "muon": {(0.9, None): (1.44, 1.45), (0.95, None): (1.51, 1.48)},
-    }  # fmt: skip
-    trials, results = [], []
-    for name, points in losses.items():
-        for (momentum, gamma), of_lr in points.items():
-            for lr, loss in zip((0.01, 0.02), of_lr):
-                known = {} if gamma is None else {"gamma": gamma}
-                settings = {"lr": lr} | known | {"betas": [momentum, 0.99]}
-                done = loss is not None and loss == loss
-                state = "done" if done else "diverged" if loss is None else "pending"
-                curve = LossCurve([1.0], [1.0], [loss]) if done else LossCurve([], [], [])
-                trials.append(
-                    TrialResult(
-                        f"{name}-{len(trials)}", name, settings, 0, state, "",
-                        loss if done else None, 1.0 if done else None, curve, "trials/a",
-                    )
-                )  # fmt: skip
-        best = min((t for t in trials if t.contender == name and t.loss), key=lambda t: t.loss)
-        results.append(
-            ContenderResult(
-                name, name, best.settings, {}, [best.loss], best.loss, None, None, None, ""
-            )
-        )
-    difference = Difference("mars-m", "muon", Estimate(-0.02, None, None), None)
-    grid = {"lr": [0.01, 0.02], "gamma": [0.05, 0.2, 0.4], "betas": [[0.9, 0.99], [0.95, 0.99]]}
-    return Comparison(
-        "planes", ["books.toml"], grid, [0], 20, 20, None, results, [difference], trials, []
-    )
-
-
 def restarted_run(folder, steps=100, **more):
-    """A run that was started again after step 40 and went back to step 60."""
+    """A run that was started again after step 40."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(
         "[training]\nsteps = 100\nglobal_batch_size = 4\nseq_len = 128\n"
@@ -189,7 +149,7 @@ def restarted_run(folder, steps=100, **more):
             file.write(json.dumps(row | more) + "\n")
         file.write(json.dumps({"step": steps, "validation/loss": 2.5}) + "\n")
     log = EventLog(folder)
-    for kind, step in (("started", 0), ("saved", 40), ("started", 40), ("rollback", 60)):
+    for kind, step in (("started", 0), ("saved", 40), ("started", 40)):
         log.add(kind, step)
     return read_run(folder)
 

@@ -44,6 +44,7 @@ from torchmars.optim.rules import RULES, variance_reduced
 
 PROG = "torchmars compare"
 TABLES = ("table.md", "table.csv")
+PICTURES = ("plot.png", "plot.svg")
 # Settings that have an option --NAME-grid, in the order that the names of trials have.
 TUNED = ("lr", "weight_decay", "gamma", "lr_rest", "betas")
 
@@ -214,7 +215,7 @@ def run_study(study: Study, options: TrialOptions, about: str) -> bool:
     """
     # Here, since they bring torch, and mistakes are said before.
     from torchmars.comparison import execution, summary
-    from torchmars.reports.comparison_plots import plot_comparison
+    from torchmars.reports import figures
 
     runner = execution.make_runner(study, options.jobs or 1, options.slurm)
     heading = study_heading(study, about, runner.describe())
@@ -241,9 +242,11 @@ def run_study(study: Study, options: TrialOptions, about: str) -> bool:
         write()  # so that it can be watched from the first trial on
         complete = execution.run_trials(study, results, runner, write)
         found = write()
-        plot_comparison(found, study.folder)
-    say(*lines(found), f"{folder}: {', '.join([*TABLES, RESULTS_FILE])} and plots")
-    say(*next_commands(("torchmars", "report", folder), ("torchmars", "runs", folder)))
+        if figure := figures.comparison_figure(found):
+            figures.write_files(figure, [study.folder / name for name in PICTURES])
+    drawn = PICTURES if figure else ()
+    say(*lines(found), f"{folder}: {', '.join([*TABLES, RESULTS_FILE, *drawn])}")
+    say(*next_commands(("torchmars", "plot", folder, "--html"), ("torchmars", "runs", folder)))
     return complete
 
 

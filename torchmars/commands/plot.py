@@ -1,62 +1,87 @@
-"""Draw the curves of runs: a PNG and an SVG."""
+"""Draw runs, or a comparison: pictures, or a page."""
 
 import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from torchmars.comparison.results import RESULTS_FILE, read_comparison
 from torchmars.core.console import say
-from torchmars.core.errors import exit_on_user_error, missing_package
+from torchmars.core.errors import UserError, exit_on_user_error, missing_package
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.result_files import check_suffix
-from torchmars.records.run import Along, read_runs
-
-SUFFIXES = (".png", ".svg")
+from torchmars.records.run import read_runs
 
 
 @dataclass
 class Plot:
-    """Draw the curves of runs: a PNG and an SVG.
+    """Draw runs, or a comparison: a PNG and an SVG, or a page of HTML.
 
-    Has a panel for each of: loss, validation, learning rate, gradient norm, clip rate, cosine of
-    successive gradients, tokens per second, time of a step, memory, and anything else that the runs
-    have measured. Several runs are drawn over one another. Vertical lines are rollbacks and
-    restarts.
+    Of runs: training loss, validation loss, learning rate and tokens per second, over steps.
+    Several runs are drawn over one another; dotted lines are restarts. Of a comparison: validation
+    losses over tokens, and final losses by learning rate.
     """
 
     runs: Positional[list[Path]]
-    """Folders of runs."""
-    x: Along = "tokens"
-    """The x axis. Seconds count training alone."""
+    """Folders of runs, or the folder of one comparison."""
+    all: bool = False
+    """Also draw all else that the runs have measured."""
+    html: bool = False
+    """Write one page to mail instead, plot.html: the same picture, with settings and events, or the
+    tables of a comparison. It needs no network and has no path of this machine."""
     out: Path | None = None
-    """A folder for plot.png and plot.svg, or one file that ends in .png or .svg. A folder that has
-    a dot in its name must exist. Default: the run's folder or, for several runs, this one."""
+    """A folder for plot.png and plot.svg, or one file that ends in .png or .svg; with --html in
+    .html. A folder that has a dot in its name must exist. Default: the folder of the run or the
+    comparison or, for several runs, this one."""
 
 
 def main() -> None:
-    """Draw the runs that the command line names."""
+    """Draw what the command line names."""
     with exit_on_user_error():
         options = parse(Plot, sys.argv[1:], "torchmars plot")
         if importlib.util.find_spec("matplotlib") is None:
             raise missing_package("matplotlib", "torchmars plot", "plot")
-        from torchmars.reports.plots import plot_runs
+        from torchmars.reports import figures, page
 
-        runs = read_runs(options.runs)
         files = files_of(options)
-        plot_runs(runs, options.x, files)
-        for run in runs:
-            run.warn_of_damage()
+        content: Any
+        if compared := comparison_among(options.runs):
+            found = read_comparison(compared)
+            content = (
+                page.comparison_page(found) if options.html else figures.comparison_figure(found)
+            )
+        else:
+            runs = read_runs(options.runs)
+            draw = page.run_page if options.html else figures.runs_figure
+            content = draw(runs, options.all)
+            for run in runs:
+                run.warn_of_damage()
+        if content is None:
+            raise UserError(
+                f"{options.runs[0]} has nothing to draw yet: wait for its second report"
+            )
+        figures.write_files(content, files)
         for file in files:
             say(f"wrote {file}")
 
 
+def comparison_among(folders: list[Path]) -> Path | None:
+    """Return the comparison among `folders`, if there is one. Raises `UserError` beside others."""
+    compared = next((folder for folder in folders if (folder / RESULTS_FILE).is_file()), None)
+    if compared and len(folders) > 1:
+        raise UserError(f"{compared} is a comparison: name it alone, or runs in its place")
+    return compared
+
+
 def files_of(options: Plot) -> list[Path]:
-    """Return the files to write. Raises `UserError` for one that is no PNG and no SVG."""
+    """Return the files to write. Raises `UserError` for one of another kind."""
+    suffixes = (".html",) if options.html else (".png", ".svg")
     out = options.out
     if out is None:
         out = options.runs[0] if len(options.runs) == 1 else Path()
     if out.is_dir() or not (out.suffix or out.exists()):
-        return [out / f"plot{suffix}" for suffix in SUFFIXES]
-    check_suffix(out, SUFFIXES, "a folder that exists")
+        return [out / f"plot{suffix}" for suffix in suffixes]
+    check_suffix(out, suffixes, "a folder that exists")
     return [out]

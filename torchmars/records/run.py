@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,6 @@ from torchmars.core.places import local_place
 from torchmars.metrics.events import EVENTS_FILE, Event, read_events
 from torchmars.metrics.journal import METRICS_FILE, measurements
 from torchmars.metrics.lines import Lines, Row, read_lines, warn_of_damage
-
-# The x axes of curves.
-Along = Literal["tokens", "step", "seconds"]
 
 CONFIG_FILE = "config.toml"
 LINES = "*.jsonl"  # its files of lines, in what is said of them
@@ -107,14 +104,6 @@ class Run:
     def checkpoints(self) -> list[int]:
         """The steps of which it has checkpoints, in order."""
         return [step_of(path) for path in checkpoints(folder_of(self.folder))]
-
-    def along(self, axis: Along, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return where `steps` are on an axis. Raises `UserError` for another axis."""
-        if axis == "step":
-            return np.asarray(steps, np.float64)
-        if axis not in get_args(Along):
-            raise UserError(f"axis must be one of {', '.join(get_args(Along))}, got {axis!r:.80}")
-        return self.tokens(steps) if axis == "tokens" else self.seconds(steps)
 
     def tokens(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the tokens that it had read after each of `steps`, linear between reports."""

@@ -1,1 +1,1 @@
-"""Pictures and pages of runs and comparisons."""
+"""Figures and pages of runs and comparisons."""

@@ -1,11 +1,10 @@
 """Which charts a run's measurements make, and which of them go into one chart."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchmars.records.run import BITS, SKIPPED, Run
+from torchmars.records.run import BITS, SKIPPED, SPEED, Run
 
 # The phases of a step, in time order.
 PHASES = ("data", "forward", "backward", "pipeline", "reduce", "optimizer", "other")
@@ -18,75 +17,67 @@ class Chart:
     title: str
     pattern: str
     """A regular expression that the names of its measurements match."""
-    unit: str = ""
-    log: bool = True
-    """Whether its values can be on a log axis."""
-    smooth: bool = True
-    """Whether its values are noisy, so that smoothing helps."""
+    smooth: bool = False
+    """Whether its values are noisy, so that means of them are drawn."""
     from_zero: bool = False
-    """Whether 0 is the end of its scale: shares, counts."""
-    stacked: bool = False
-    """Whether its values are parts of a whole."""
+    """Whether 0 is the end of its scale: speeds, shares, counts."""
+    log: bool = False
+    """Whether its values are of different orders."""
+    bars: bool = False
+    """Whether its values are parts of a whole: a bar for each run has their medians."""
     names: tuple[str, ...] = ()
     """The measurements that it has."""
 
 
-LOSS = Chart("Training loss", r"train/loss")
+LOSS = Chart("Training loss", r"train/loss", smooth=True)
 VALIDATION = "validation/loss"
-CHARTS = (
+# What everybody looks at, and the rest.
+MAIN = (
     LOSS,
-    Chart("Validation loss", VALIDATION, smooth=False),
-    Chart("Validation loss, bits per byte", re.escape(BITS), smooth=False),
-    Chart("Validation loss of parts", r"validation/.+/loss", smooth=False),
-    Chart("Learning rate", r"train/lr", smooth=False),
-    Chart("Gradient norm", r"train/grad_norm"),
-    Chart("Largest attention logit", r"train/attention/largest_logit(/\d+)?"),
-    Chart("Clip rate", r"train/.+/clipped", "share of tensors", log=False, from_zero=True),
-    Chart("Cosine of successive gradients", r"train/.+/cosine", log=False),
-    Chart(
-        "Skipped steps", r"train/skipped_steps", "so far", log=False, smooth=False, from_zero=True
-    ),
-    Chart("Tokens per second", r"train/tokens_per_second"),
-    Chart("MFU", r"train/mfu", "share of the peak", log=False, from_zero=True),
-    Chart("Time of a step", r"train/[a-z]+_ms", "ms", log=False, stacked=True),
-    Chart("Memory, peak so far", r"train/memory_gib", "GiB", log=False, smooth=False),
-    Chart("Stall of a checkpoint", r"checkpoint/stall_ms", "ms", smooth=False),
+    Chart("Validation loss", VALIDATION),
+    Chart("Learning rate", r"train/lr"),
+    Chart("Tokens per second", SPEED, smooth=True, from_zero=True),
 )
-# Axes, or in other charts.
-NOT_DRAWN = re.compile(r"train/(tokens|skipped_in_a_row)")
+REST = (
+    Chart("Validation loss, bits per byte", re.escape(BITS)),
+    Chart("Validation loss of parts", r"validation/.+/loss"),
+    Chart("Gradient norm", r"train/grad_norm", smooth=True, log=True),
+    Chart("Largest attention logit", r"train/attention/largest_logit(/\d+)?", smooth=True),
+    Chart("Clip rate (share of tensors)", r"train/.+/clipped", smooth=True, from_zero=True),
+    Chart("Cosine of successive gradients", r"train/.+/cosine", smooth=True),
+    Chart("Skipped steps so far", SKIPPED, from_zero=True),
+    Chart("MFU (share of the peak)", r"train/mfu", smooth=True, from_zero=True),
+    Chart("Time of a step (ms, medians)", r"train/[a-z]+_ms", bars=True),
+    Chart("Peak memory so far (GiB)", r"train/memory_gib"),
+    Chart("Stall of a checkpoint (ms)", r"checkpoint/stall_ms"),
+)
+# The axis itself, and what is in other charts.
+NOT_DRAWN = re.compile(r"train/(tokens|skipped_in_a_row|bits_per_byte)")
 
 
-def names_measured(runs: list[Run]) -> set[str]:
-    """Return the names of all that `runs` measured, except skipped steps if there were none."""
-    names: set[str] = set().union(*(run.series for run in runs))
-    return names if any(len(run.skipped.steps) for run in runs) else names - {SKIPPED}
+def charts_of(runs: Sequence[Run], every: bool) -> list[Chart]:
+    """Return the charts that runs have measurements for: the main ones, or `every` one.
 
-
-def charts_of(names: set[str]) -> tuple[list[Chart], list[Chart]]:
-    """Return charts of measurements, those that all runs have first, and one for each other."""
-    left = sorted(name for name in names if not NOT_DRAWN.fullmatch(name))
+    What no run measured twice has none, since one point is no curve. Nor have skipped steps of runs
+    that skipped none.
+    """
+    measured = {name for run in runs for name in run.series if len(run.finite(name)) > 1}
+    if not any(len(run.skipped.steps) for run in runs):
+        measured.discard(SKIPPED)
+    left = sorted(name for name in measured if not NOT_DRAWN.fullmatch(name))
     charts = []
-    for chart in CHARTS:
+    for chart in (*MAIN, *REST) if every else MAIN:
         own = [name for name in left if re.fullmatch(chart.pattern, name)]
         left = [name for name in left if name not in own]
         if own:
-            charts.append(replace(chart, names=tuple(sorted(own, key=in_time))))
-    evaluations = [name for name in left if name.startswith("evaluation/")]
-    others = [single(name, log=True) for name in left if name not in evaluations]
-    return [*charts, *(single(name, log=False) for name in evaluations)], others
+            charts.append(replace(chart, names=tuple(sorted(own, key=place_of_phase))))
+    return charts + [chart_of(name) for name in left if every]
 
 
-def single(name: str, log: bool) -> Chart:
-    """Return the chart of one measurement."""
+def chart_of(name: str) -> Chart:
+    """Return the chart of a measurement that no other has."""
     title = name.removeprefix("evaluation/").removeprefix("train/")
-    smooth = name.startswith("train/")
-    return Chart(title, re.escape(name), log=log, smooth=smooth, names=(name,))
-
-
-def run_names(runs: list[Run]) -> list[str]:
-    """Return what the runs are called: by their names or, where two have the same, their paths."""
-    count = Counter(run.name for run in runs)
-    return [run.name if count[run.name] == 1 else str(run.folder) for run in runs]
+    return Chart(title, re.escape(name), smooth=name.startswith("train/"), names=(name,))
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -98,7 +89,7 @@ def short_names(names: Sequence[str]) -> list[str]:
     ]
 
 
-def in_time(name: str) -> int:
+def place_of_phase(name: str) -> int:
     """Return the place of a phase among those of a step."""
     phase = short_names([name])[0]
     return PHASES.index(phase) if phase in PHASES else len(PHASES)

@@ -28,10 +28,7 @@ def event_words(event: Event, before: Event | None) -> str:
             seconds, again = decimal(facts.get("seconds"), 1), facts.get("steps_again")
             return f"{facts.get('machine')}: {seconds} s without a step, {again} made again"
         case "spike":
-            done = {"skip": ", its step is left out", "rollback": ", the run goes back"}
-            return f"loss {decimal(facts.get('loss'), 4)}{done.get(str(facts.get('action')), '')}"
-        case "rollback":
-            return f"back from step {facts.get('from_step')} to {facts.get('checkpoint')}"
+            return f"loss {decimal(facts.get('loss'), 4)}, its step is left out"
         case "stopped":
             return f"by {facts.get('signal') or 'a signal to another rank'}"
     facts = {name: value for name, value in facts.items() if value not in (None, "")}
@@ -46,12 +43,6 @@ def started(facts: dict[str, Any]) -> list[str]:
             parts.append(f"{count} {name}" if count != 1 else f"1 {name[:-1]}")
     changes = facts.get("changes") or []
     return parts + [str(each) for each in (changes if isinstance(changes, list) else [changes])]
-
-
-def from_step(event: Event) -> int | None:
-    """Return the step that a rollback went back from; None for other events."""
-    reached = event.facts.get("from_step")
-    return reached if event.kind == "rollback" and isinstance(reached, int) else None
 
 
 def decimal(value: Any, digits: int) -> str:
