@@ -27,7 +27,7 @@ EIGHT = [
     "FSDP 2 x TP 2",
     "CP 2 x FSDP 2",
     "TP 2 x CP 2 Ulysses",
-    "PP 2 DualPipeV",
+    "PP 2 Interleaved1F1B",
     "PP 2 x FSDP 2",
 ]
 
@@ -67,11 +67,11 @@ def resume_each(folder, pairs, steps, **settings):
 
 
 PAIRS = [
-    ("PP 2 DualPipeV", "TP 2"),
-    ("TP 2", "PP 2 DualPipeV"),
+    ("PP 2 Interleaved1F1B", "TP 2"),
+    ("TP 2", "PP 2 Interleaved1F1B"),
     ("TP 2", "CP 2"),
     ("CP 2", "CP 2"),
-    ("PP 2 DualPipeV", "PP 2 DualPipeV"),
+    ("PP 2 Interleaved1F1B", "PP 2 Interleaved1F1B"),
 ]
 
 
@@ -79,7 +79,9 @@ PAIRS = [
 def test_pipelines_tensors_and_contexts_go_on_on_each_other(tmp_path, pairs):
     write_text(tmp_path)
     resume_each(tmp_path, pairs, steps=6)
-    pipeline, one = (tables_of(tmp_path, name, name, 6) for name in ("PP 2 DualPipeV", "1 rank"))
+    pipeline, one = (
+        tables_of(tmp_path, name, name, 6) for name in ("PP 2 Interleaved1F1B", "1 rank")
+    )
     train(1, one)
     folders = [checkpoints(run_folder_of(tables) / "checkpoints")[-1] for tables in (pipeline, one)]
     ours, expected = (shapes_in(read_index(each, manifests.read(each))) for each in folders)
@@ -93,8 +95,8 @@ def test_pipelines_tensors_and_contexts_go_on_on_each_other(tmp_path, pairs):
 
 ROWS_PAIRS = [
     ("FSDP 2 x TP 2", "FSDP 2 x TP 2"),
-    ("FSDP 2 x TP 2", "PP 2 DualPipeV"),
-    ("PP 2 DualPipeV", "HSDP 2x2"),
+    ("FSDP 2 x TP 2", "PP 2 Interleaved1F1B"),
+    ("PP 2 Interleaved1F1B", "HSDP 2x2"),
     ("HSDP 2x2", "1 rank"),
 ]
 

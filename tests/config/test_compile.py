@@ -36,24 +36,11 @@ def test_what_is_not_named_is_as_it_began_or_as_it_pays(
     assert dataclasses.replace(resolved, training=changed) == config
 
 
-@pytest.mark.parametrize(
-    "overrides,tp,reason",
-    [
-        ({"activation_checkpoint": {"mode": "full"}}, 2, 'choose "selective"'),
-        ({"parallelism": {"pp": 2, "pp_schedule": "ZBVZeroBubble"}}, 1, "splits the backward pass"),
-    ],
-)
-def test_a_run_that_cannot_compile_does_not_and_says_why(tmp_path, overrides, tp, reason):
-    config = resolve_compile(tiny_config(tmp_path, **overrides), CUDA, True, tp, None)
+def test_a_run_that_cannot_compile_does_not_and_says_why(tmp_path):
+    config = tiny_config(tmp_path, activation_checkpoint={"mode": "full"})
+    config = resolve_compile(config, CUDA, True, 2, None)
     assert config.training.compile is False
-    note = eager_note(config, CUDA, True, tp)
-    assert note.startswith("blocks are not compiled: ") and reason in note
-    assert "C compiler" in eager_note(config, CUDA, False, tp)
-    assert eager_note(config, CPU, True, tp) is None
-
-
-def test_what_needs_compiled_blocks_has_them(tmp_path):
-    config = tiny_config(tmp_path, activation_checkpoint={"mode": "memory_budget"})
-    resolved = resolve_compile(config, CPU, True, 1, None)
-    assert resolved.training.compile is True
-    assert eager_note(resolved, CPU, True, 1) is None
+    note = eager_note(config, CUDA, True, 2)
+    assert note.startswith("blocks are not compiled: ") and 'choose "selective"' in note
+    assert "C compiler" in eager_note(config, CUDA, False, 2)
+    assert eager_note(config, CPU, True, 2) is None

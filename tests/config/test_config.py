@@ -205,10 +205,6 @@ def test_groups_of_the_optimizer(tmp_path):
             'training.dtype must be one of "auto", "float32", "bfloat16", got \'float8\'',
         ),
         (
-            ["--training.float8.recipe", "rowwise", "--training.float8.all_gather", "true"],
-            'training.float8.all_gather does not go with training.float8.recipe = "rowwise"',
-        ),
-        (
             ["--optimizer.matrix_dtype", "float16"],
             'optimizer.matrix_dtype must be one of "auto", "bfloat16", "mixed", "float32", got ',
         ),
@@ -235,7 +231,7 @@ def test_groups_of_the_optimizer(tmp_path):
         (["--model.name", "l"], r"got 'l' \(on the command line"),
         (["--parallelism.reshard_after_forward", "Always"], "did you mean always?"),
         (["--schedule.name", "cosin"], "got 'cosin': did you mean cosine?"),
-        (["--parallelism.accumulate", "some"], 'accumulate must be one of "auto", "sharded", '),
+        (["--parallelism.accumulate", "some"], 'accumulate must be one of "sharded", "reduced", '),
         (["--model.router", "relu"], 'model.router must be one of "softmax", "sigmoid", got'),
         (["--schedule.min_lr", "1"], "schedule.min_lr = 1.0 is above optimizer.lr"),
         (["--schedule.decay_steps", "5"], "schedule.decay_steps has no meaning"),
@@ -249,25 +245,6 @@ def test_groups_of_the_optimizer(tmp_path):
             ["--parallelism.reshard_after_forward", "2", "--parallelism.tp", "2"],
             "reshard_after_forward = 2 does not go with parallelism.tp",
         ),
-        (
-            [
-                *("--parallelism.pp", "2", "--parallelism.pp_schedule", "DualPipeV"),
-                *("--parallelism.reshard_after_forward", "always"),
-            ],
-            "reshard_after_forward = 'always' does not go with parallelism.pp_schedule",
-        ),
-        (
-            [
-                *("--parallelism.pp", "2", "--parallelism.pp_schedule", "InterleavedZeroBubble"),
-                *("--parallelism.accumulate", "sharded"),
-            ],
-            "accumulate = 'sharded' does not go with parallelism.pp_schedule",
-        ),
-        (
-            ["--activation_checkpoint.mode", "memory_budget", "--training.compile", "false"],
-            'activation_checkpoint.mode = "memory_budget" needs training.compile',
-        ),
-        (["--activation_checkpoint.every", "2"], "activation_checkpoint.every has no meaning"),
         (["--run.name", "a/b"], "run.name must be one folder name"),
         (["--data.source", "text"], "data.files is empty"),
         (["--data.files", "a"], "data.files has no meaning"),
@@ -360,7 +337,7 @@ optimizer.head.wd optimizer.head.weight_decay, optimizer.head.name optimizer.hea
 optimizer.Weight-Decay optimizer.weight_decay, training.grad_clip training.max_grad_norm,
 training.gradient_accumulation_steps training.global_batch_size, run.path run.folder,
 training.local_batch_size training.microbatch_size, training.weight_decay optimizer.weight_decay,
-activation_checkpoint.interval activation_checkpoint.every, run.output_dir run.folder,
+run.output_dir run.folder,
 parallelism.tensor_parallel_degree parallelism.tp, lr_scheduler schedule, profiling profiler,
 grad-clip training.max_grad_norm, seed run.seed, steps training.steps, name run.name,
 transfer.width transfer.n_embd, transfer.layers transfer.n_layer, transfer.ffn transfer.n_inner,

@@ -18,7 +18,7 @@ LAYOUTS = {
     "CP 2": (2, {"cp": 2}),
     "CP 2 Ulysses": (2, {"cp": 2, "cp_method": "ulysses"}),
     "PP 2": (2, {"pp": 2}),
-    "PP 2 ZBV": (2, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),
+    "PP 2 Interleaved": (2, {"pp": 2, "pp_schedule": "Interleaved1F1B"}),
 }
 MODELS = {
     "gpt2": {"name": "gpt2"},
@@ -34,7 +34,7 @@ TECHNIQUES = {
     "bfloat16 state": {"optimizer": NARROW},
     "exact": {"optimizer": {"mode": "exact"}},
     "EMA": {"training": {"ema_decay": 0.9}},
-    "float8": {"training": {"float8": {"recipe": "tensorwise", "emulate": True}}},
+    "float8": {"training": {"float8": {"recipe": "tensorwise"}}},
     "without Triton": {},
 }
 ROWS = {
@@ -54,7 +54,7 @@ CASES = [
     *(("llama", rule, "HSDP 2x4", "") for rule in RULES),
     *((model, "mars-adamw", layout, "") for model in ("gpt2", "llama") for layout in LAYOUTS),
     *(("llama", "mars-m", layout, "") for layout in LAYOUTS),
-    *(("moe", "mars-m", layout, "") for layout in ("HSDP 2x4", "TP 2", "PP 2 ZBV")),
+    *(("moe", "mars-m", layout, "") for layout in ("HSDP 2x4", "TP 2", "PP 2 Interleaved")),
     ("moe", "mars-adamw", "FSDP 8", "full"),
     *(("gpt2", "mars-adamw", "1 rank", each) for each in ("exact", "EMA", "microbatches")),
     *(("gpt2", "mars-adamw", "FSDP 8", technique) for technique in TECHNIQUES),
@@ -69,7 +69,7 @@ MORE = {
     "TP 2": 60,
     "CP 2": 50,
     "CP 2 Ulysses": 30,
-    "PP 2 ZBV": 20,
+    "PP 2 Interleaved": 20,
     "selective": 60,
     "full": 60,
     "float8": 480,
@@ -92,7 +92,7 @@ QUICK = [("llama", "mars-m", "HSDP 2x4", "")]
 
 def tables(model, rule, layout, technique):
     """The tables of a config whose matrices are large enough for kernels of their own."""
-    stages = 2 if "ZBV" in layout else 1  # on each rank
+    stages = 2 if "Interleaved" in layout else 1  # on each rank
     result = {
         "run": {"name": "fake"},
         "model": MODELS[model] | {"n_layer": stages * LAYERS, "n_head": 4, "n_embd": 1024},

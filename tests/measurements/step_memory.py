@@ -35,8 +35,6 @@ COMPILED_KINDS = [
     ("compiled", {}, {}, True),
     ("compiled, full", {}, {"mode": "full"}, True),
     ("compiled, selective", {}, {"mode": "selective"}, True),
-    ("compiled, budget 0.5", {}, {"mode": "memory_budget"}, True),
-    ("compiled, budget 0", {}, {"mode": "memory_budget", "memory_budget": 0.0}, True),
 ]
 
 

@@ -122,7 +122,7 @@ OTHERS = [
     ("CP 2", "gpt2", "none", True),
     ("CP 2", "llama", "selective"),
     ("PP 2 Interleaved1F1B", "gpt2", "full", True),
-    ("PP 2 InterleavedZeroBubble", "gpt2", "none"),
+    ("PP 2 GPipe", "gpt2", "none"),
 ]
 MORE = [
     ("TP 2 x CP 2", "gpt2 of a base", "selective"),

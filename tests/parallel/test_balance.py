@@ -73,7 +73,7 @@ CASES = [
     ("TP 2", "selective"),
     ("CP 2", "none"),
     ("PP 2 Interleaved1F1B", "full"),
-    ("PP 2 InterleavedZeroBubble", "none"),  # makes the backward pass of inputs and weights apart
+    ("PP 2 GPipe", "none"),
 ]
 MORE = [
     ("TP 2 x CP 2", "full"),

@@ -20,7 +20,7 @@ from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_balance, check_layout, untrained
 
 SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 32}
-FLOAT8 = Float8Config("tensorwise", all_gather=True)
+FLOAT8 = Float8Config("tensorwise")
 LLAMA = {"name": "llama", "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 96, "n_layer": 4}
 
 
@@ -121,16 +121,6 @@ def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
         ),
         (
             2,
-            {"pp": 2, "pp_schedule": "ZBVZeroBubble", "training": {"compile": True}},
-            "training.compile does not go with parallelism.pp_schedule",
-        ),
-        (
-            2,
-            {"pp": 2, "pp_schedule": "DualPipeV", "activations": {"mode": "full"}},
-            'activation_checkpoint.mode = "full" does not go with parallelism.pp_schedule',
-        ),
-        (
-            2,
             {"tp": 2, "training": {"compile": True}, "activations": {"mode": "full"}},
             'activation_checkpoint.mode = "full" does not go with training.compile',
         ),
@@ -158,21 +148,6 @@ def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
             {"tp": 2, "training": {"float8": FLOAT8}},
             "float8 does not go with parallelism.tp = 2",
         ),
-        (
-            3,
-            {"training": {"float8": FLOAT8, "global_batch_size": 3}},
-            "3 ranks cannot share 32 rows",
-        ),
-        (
-            2,
-            {"cpu_offload": True, "training": {"float8": FLOAT8}},
-            "float8.all_gather does not go with parallelism.cpu_offload: set",
-        ),
-        (
-            4,
-            {"reshard_after_forward": 2, "training": {"float8": FLOAT8}},
-            "float8.all_gather does not go with parallelism.reshard_after_forward = 2: set",
-        ),
         (4, {"tp": 3}, "tp = 3 times parallelism.dp_shard = 1 does not make 4 ranks"),
     ],
 )
@@ -188,8 +163,6 @@ def test_what_does_not_fit_is_named(ranks, settings, message):
         (4, {"tp": 2, "model": LLAMA}),
         (8, {"pp": 2, "tp": 2, "cp_method": "ulysses", "cp": 2}),
         (2, {"pp": 2, "pp_blocks": (1, 3)}),
-        (2, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),
-        (2, {"pp_schedule": "ZBVZeroBubble", "activations": {"mode": "full"}}),  # no pipeline
         (2, {"pp": 2, "training": {"compile": True}, "activations": {"mode": "selective"}}),
         (16, {"training": {"float8": FLOAT8}}),
         (8, {"cp": 2, "reshard_after_forward": 4}),  # weights are sharded over cp too

@@ -19,22 +19,22 @@ MORE = [
     *(
         (name, layout)
         for name in ("deepseek", "deepseek without latents of queries")
-        for layout in ("FSDP 2 x TP 2", "TP 2 x CP 2", "PP 2 InterleavedZeroBubble")
+        for layout in ("FSDP 2 x TP 2", "TP 2 x CP 2", "PP 2 Interleaved1F1B")
     ),
     ("deepseek", "HSDP 2x2"),
     ("deepseek", "FSDP 4, EP 2"),
     ("deepseek", "TP 2, EP 2"),
     ("deepseek", "CP 2, EP 2"),
-    ("llama", "PP 2 InterleavedZeroBubble"),
+    ("llama", "PP 2 Interleaved1F1B"),
     ("glm", "TP 2, EP 2"),
     ("own mixture", "TP 2"),
     ("own mixture", "FSDP 4, EP 2"),
     ("gpt2", "TP 2 x CP 2 Ulysses"),
     ("llama", "HSDP 2x2"),
     ("llama", "CP 2 x FSDP 2"),
-    ("gpt2", "PP 2 DualPipeV"),
+    ("gpt2", "PP 2 Interleaved1F1B"),
     ("gpt2", "PP 2 x TP 2"),
-    ("moe", "PP 2 InterleavedZeroBubble"),
+    ("moe", "PP 2 Interleaved1F1B"),
     ("moe", "HSDP 2x2"),
     ("moe", "TP 2 x CP 2"),
     ("moe", "TP 2"),
@@ -42,7 +42,7 @@ MORE = [
     ("moe", "FSDP 2 x TP 2, EP 4"),
     ("moe", "PP 2 x FSDP 2, EP 2"),
     ("glm", "FSDP 2 x TP 2"),
-    ("glm", "PP 2 InterleavedZeroBubble x FSDP 2, EP 2"),
+    ("glm", "PP 2 Interleaved1F1B x FSDP 2, EP 2"),
 ]
 
 

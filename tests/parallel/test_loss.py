@@ -177,14 +177,14 @@ def check_layouts(cases, compile=False):
         gradients.compare(found, layout, plain_gradients(name))
 
 
-CHUNKED = list(product(gradients.NAMES, ("FSDP 2", "TP 2", "CP 2", "PP 2 InterleavedZeroBubble")))
+CHUNKED = list(product(gradients.NAMES, ("FSDP 2", "TP 2", "CP 2", "PP 2 Interleaved1F1B")))
 QUICK = [("gpt2", "FSDP 2"), ("llama", "TP 2")]
 MORE = [case for case in CHUNKED if case not in QUICK]
 
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=FULL)], ids=["", "more"])
 def test_gradients_of_chunks_on_layouts(cases):
-    """A tied and an untied head, sharded, cut by rows, and in a pipeline that splits backward."""
+    """A tied and an untied head, sharded, cut by rows, and in a pipeline of four stages."""
     check_layouts(cases)
 
 

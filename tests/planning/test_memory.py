@@ -107,7 +107,7 @@ VARIANTS = [
     pytest.param(MARS_M, {}, {"pp": 2, "tp": 2}, id="pp2-tp2", marks=SLOW),
     *(
         pytest.param(MARS_M, {}, {"pp": 2, "pp_schedule": name}, id=f"pp2-{name}", marks=SLOW)
-        for name in ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+        for name in ("GPipe", "Interleaved1F1B")
     ),
 ]
 

@@ -4,9 +4,6 @@ SCHEDULES = {
     "": {},
     " GPipe": {"pp_schedule": "GPipe"},
     " Interleaved1F1B": {"pp_schedule": "Interleaved1F1B"},
-    " InterleavedZeroBubble": {"pp_schedule": "InterleavedZeroBubble"},
-    " ZBVZeroBubble": {"pp_schedule": "ZBVZeroBubble"},
-    " DualPipeV": {"pp_schedule": "DualPipeV"},
 }
 LAYOUTS: dict[str, tuple[int, dict]] = {
     "1 rank": (1, {}),

@@ -22,14 +22,8 @@ def resolve_compile(
     if compiles is None and saved is not None:
         compiles = bool(saved["training"]["compile"])
     if compiles is None:
-        fits = is_gpu(device.type) and able and compile_problem(config, tp) is None
-        compiles = fits or needs_compile(config)
+        compiles = is_gpu(device.type) and able and compile_problem(config, tp) is None
     return replace(config, training=replace(config.training, compile=compiles))
-
-
-def needs_compile(config: Config) -> bool:
-    """Return whether the rest of the config cannot do without compiled blocks."""
-    return config.activation_checkpoint.mode == "memory_budget"
 
 
 def compile_problem(config: Config, tp: int) -> str | None:
@@ -37,12 +31,6 @@ def compile_problem(config: Config, tp: int) -> str | None:
 
     `tp` is the degree of tensor parallelism. None: they can be.
     """
-    schedule = config.parallelism.pp_schedule
-    if config.parallelism.splits_backward:
-        return (
-            f'training.compile does not go with parallelism.pp_schedule = "{schedule}", which '
-            'splits the backward pass: choose "1F1B" or "Interleaved1F1B", or do not compile'
-        )
     # torch 2.13 fails: of a block without a tensor to keep, it keeps the mesh.
     if config.activation_checkpoint.mode == "full" and tp > 1:
         return (

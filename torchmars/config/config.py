@@ -72,16 +72,10 @@ class Config:
             self.training,
             self.schedule,
             self.parallelism,
-            self.activation_checkpoint,
             self.checkpoint,
             self.profiler,
         ):
             section.check()
-        require(
-            self.activation_checkpoint.mode != "memory_budget"
-            or self.training.compile is not False,
-            'activation_checkpoint.mode = "memory_budget" needs training.compile: set that too',
-        )
         optimizer = self.optimizer.resolve()
         schedule = self.schedule.resolve(self.training.steps)
         require(

@@ -7,15 +7,9 @@ from torchmars.config.fields import Positive, require
 from torchmars.core.bounds import Range, WordOrNumber
 from torchmars.core.words import counted, divisor_of
 
-PipelineSchedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
+PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B"]
 # Each rank has one stage.
 SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
-# Each rank has two stages, so that the first rank has the first and the last of all.
-V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
-# The gradients of inputs and of weights are computed apart.
-SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 Accumulation = Literal["sharded", "reduced", "whole"]
 Resharding = int | Literal["auto", "always", "never"]
 
@@ -73,21 +67,17 @@ class ParallelismConfig:
     with a model of at most 32 MiB in the compute dtype, which is then gathered as a whole. always:
     also the weights outside of blocks. never. A number: yes, but groups of so many ranks keep them
     together, and gather them among themselves."""
-    accumulate: Literal["auto", Accumulation] = "auto"
+    accumulate: Accumulation = "sharded"
     """How ranks keep a gradient from one microbatch to the next. sharded: each rank its shard;
     copies of the model exchange theirs at the last microbatch. reduced: each rank its shard, which
     copies exchange every time. whole: each rank the whole gradient of the weights that it computes
-    with: most memory, least traffic. auto: sharded, but whole in pipelines that split the backward
-    pass, which cannot do otherwise."""
+    with: most memory, least traffic."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in the memory of the CPU, where the optimizer
     then computes. The GPU has the weights of a block only while it computes with them."""
 
     def check(self) -> None:
-        """Raise `UserError` for a dp_shard that is neither -1 nor a size, and for odd stages.
-
-        Likewise for settings that the schedule of a pipeline cannot handle.
-        """
+        """Raise `UserError` for a dp_shard that is neither -1 nor a size, and for odd stages."""
         require(
             self.dp_shard == -1 or self.dp_shard >= 1,
             f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}",
@@ -99,25 +89,11 @@ class ParallelismConfig:
             f"parallelism.reshard_after_forward = {self.reshard_after_forward!r} does not go with "
             'parallelism.tp, parallelism.pp and parallelism.ep: choose "auto"',
         )
-        if self.splits_backward:
-            splits = f'parallelism.pp_schedule = "{self.pp_schedule}", which splits the backward'
-            require(
-                self.reshard_after_forward in ("auto", "never"),
-                f"parallelism.reshard_after_forward = {self.reshard_after_forward!r} does not go "
-                f'with {splits} pass: choose "auto"',
-            )
-            require(
-                self.accumulate in ("auto", "whole"),
-                f"parallelism.accumulate = {self.accumulate!r} does not go with {splits} pass: "
-                'choose "auto"',
-            )
         if self.pp_blocks is None:
             return
         count = len(self.pp_blocks)
         if self.pp_schedule in SINGLE_STAGE_SCHEDULES:
             wanted, fits = "one stage for each rank", count == self.pp
-        elif self.pp_schedule in V_SCHEDULES:
-            wanted, fits = "two stages for each rank", count == 2 * self.pp
         else:
             wanted, fits = "the same number of stages for each rank", count % self.pp == 0 < count
         require(
@@ -125,18 +101,6 @@ class ParallelismConfig:
             f"parallelism.pp_blocks names {count} stages for parallelism.pp = {self.pp}: "
             f"{self.pp_schedule} takes {wanted}",
         )
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether a pipeline computes the gradients of inputs and of weights apart."""
-        return self.pp > 1 and self.pp_schedule in SPLIT_BACKWARD_SCHEDULES
-
-    @property
-    def accumulation(self) -> Accumulation:
-        """The value of `accumulate`, with "auto" resolved."""
-        if self.accumulate != "auto":
-            return self.accumulate
-        return "whole" if self.splits_backward else "sharded"
 
     def blocks_reshard(self, shards: int) -> bool | int:
         """Return `reshard_after_forward` of blocks, as FSDP2 takes it.

@@ -71,7 +71,6 @@ class TrainingConfig:
 
     def check(self) -> None:
         """Raise `UserError` for a batch beyond any sensible size, and for settings of `float8`."""
-        self.float8.check()
         require(
             self.tokens_per_step <= 10**11,
             f"training.global_batch_size = {self.global_batch_size} times "

@@ -65,7 +65,6 @@ SYNONYMS = {
     "parallelism.ep": "expert_parallel expert_parallel_degree",
     "parallelism.pp": "pipeline_parallel pipeline_parallel_degree",
     "activation_checkpoint.mode": "type gradient_checkpointing grad_checkpointing",
-    "activation_checkpoint.every": "interval freq",
     "checkpoint.folder": "dir path save_dir checkpoint_dir",
     "checkpoint.interval": "save_every save_steps save_interval checkpoint_interval",
     "checkpoint.keep_last": "keep max keep_latest_k save_total_limit",

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config  # private, torch 2.11 to 2.13: the memory budget has no other name
 import torch.distributed._functional_collectives  # registers those operations; private, likewise
 import torch.nn.attention.varlen  # registers the operation of varlen_attn
 from torch import nn
@@ -43,15 +42,12 @@ KEPT_OPERATIONS = [
 def checkpoint_blocks(
     model: Model, config: ActivationCheckpointConfig, experts_apart: bool = False
 ) -> None:
-    """Let the blocks of `model` that `config` names recompute what they do not keep, in place.
+    """Let the blocks of `model` recompute what they do not keep, in place.
 
-    Blocks are counted in the whole model, so that the layout does not change which ones it is.
-    Names of parameters stay as they are. A memory budget is for all that is compiled from now on.
-    `experts_apart`: experts will be units of FSDP within blocks, which are not compiled whole.
+    Names of parameters stay as they are. `experts_apart`: experts will be units of FSDP within
+    blocks, which are not compiled whole.
     """
-    if config.mode == "memory_budget":
-        torch._functorch.config.activation_memory_budget = config.memory_budget
-    if config.mode in ("none", "memory_budget"):
+    if config.mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.dropout > 0}
     contexts = contexts_of_some if experts_apart else create_selective_checkpoint_contexts
@@ -60,9 +56,8 @@ def checkpoint_blocks(
     elif model.routed():
         # A router's near tie may fall otherwise the second time.
         options["context_fn"] = partial(contexts, [torch.ops.aten.topk.default])
-    for number, block in model.blocks.items():
-        if int(number) % config.every == 0:
-            checkpoint_block(block, options)
+    for block in model.blocks.values():
+        checkpoint_block(block, options)
 
 
 def contexts_of_some(operations: list[Any]) -> tuple["SomeOperations", "SomeOperations"]:

@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 
 from torchmars.config import Config, Degrees
-from torchmars.config.compile import compile_problem, needs_compile
+from torchmars.config.compile import compile_problem
 from torchmars.config.fields import require
 from torchmars.core.words import counted, divisor_of
 from torchmars.models import Model
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
-from torchmars.parallel.float8 import converted_rows
 
 # torch's grouped_mm takes rows of a multiple of 16 bytes. In bfloat16 that is so many numbers.
 GROUPED_SIZES = 8
@@ -24,7 +23,7 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
     check_sequences(config, degrees, model)
     check_pipeline(config, degrees, model)
     check_memory(config, degrees)
-    check_float8(config, degrees, model)
+    check_float8(config, degrees)
     check_balance(config, model)
     check_qk_clip(config, model)
 
@@ -115,17 +114,9 @@ def check_pipeline(config: Config, degrees: Degrees, model: Model) -> None:
 def check_memory(config: Config, degrees: Degrees) -> None:
     """Raise `UserError` for ways to save memory, or to compile, that fail under a technique."""
     parallelism = config.parallelism
-    if config.training.compile or needs_compile(config):
+    if config.training.compile:
         problem = compile_problem(config, degrees.tp)
         require(problem is None, problem or "")
-    # torch fails with "selective". With "full" it computes a block up to eight times: once more for
-    # each of its weights.
-    require(
-        config.activation_checkpoint.mode == "none" or not parallelism.splits_backward,
-        f'activation_checkpoint.mode = "{config.activation_checkpoint.mode}" does not go with '
-        f'parallelism.pp_schedule = "{parallelism.pp_schedule}", which splits the backward pass: '
-        'choose "1F1B" or "Interleaved1F1B"',
-    )
     shards, size = degrees.dp_shard * degrees.cp, parallelism.reshard_after_forward
     if isinstance(size, int):
         require(
@@ -136,33 +127,12 @@ def check_memory(config: Config, degrees: Degrees) -> None:
         )
 
 
-def check_float8(config: Config, degrees: Degrees, model: Model) -> None:
-    """Raise `UserError` for a layout on which layers cannot compute, or travel, in float8."""
-    float8, parallelism = config.training.float8, config.parallelism
+def check_float8(config: Config, degrees: Degrees) -> None:
+    """Raise `UserError` for a layout on which layers cannot compute in float8."""
     require(
-        float8.recipe == "none" or degrees.tp == 1,
+        config.training.float8.recipe == "none" or degrees.tp == 1,
         f"training.float8 does not go with parallelism.tp = {degrees.tp}: choose another axis",
     )
-    if not float8.all_gather:
-        return
-    size = parallelism.reshard_after_forward
-    for option, used in (
-        (f"reshard_after_forward = {size}", isinstance(size, int)),
-        ("cpu_offload", parallelism.cpu_offload),
-    ):
-        require(
-            not used,
-            f"training.float8.all_gather does not go with parallelism.{option}: set one of them "
-            "back",
-        )
-    shards = degrees.dp_shard * degrees.cp
-    for rows in sorted(converted_rows(model)):
-        require(
-            rows % shards == 0,
-            f"training.float8.all_gather needs ranks that share the rows of each weight evenly: "
-            f"{shards} ranks cannot share {rows} rows. Set it to false, or choose another "
-            "parallelism.dp_shard",
-        )
 
 
 def check_balance(config: Config, model: Model) -> None:

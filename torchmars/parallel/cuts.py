@@ -9,7 +9,6 @@ import math
 from torch import nn
 
 from torchmars.config import ParallelismConfig
-from torchmars.config.parallelism import V_SCHEDULES
 from torchmars.core.errors import UserError
 from torchmars.models import Model
 from torchmars.models.model import TensorParallelCut
@@ -80,10 +79,7 @@ def even_counts(blocks: int, stages: int, head: float) -> list[int]:
 
 def stage_ranks(parallelism: ParallelismConfig) -> list[int]:
     """Return which rank of the pipeline has each stage."""
-    ranks, stages = parallelism.pp, parallelism.stages
-    if parallelism.pp_schedule in V_SCHEDULES and stages > 1:
-        return [*range(ranks), *reversed(range(ranks))]
-    return [stage % ranks for stage in range(stages)]
+    return [stage % parallelism.pp for stage in range(parallelism.stages)]
 
 
 def cut_model(model: Model, blocks: range, first: bool, last: bool) -> None:

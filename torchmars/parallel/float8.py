@@ -1,9 +1,7 @@
 """Linear layers whose matrix products are computed in float8, by torchao.
 
-Only the products change: parameters keep their names, shapes and float32 values. Where they are
-gathered in float8, their local tensors are wrappers of torchao's around those values, and
-`optim.tensors` sees through them. Source: Micikevicius et al. 2022, "FP8 Formats for Deep
-Learning", arXiv 2209.05433.
+Only the products change: parameters keep their names, shapes and float32 values. Source:
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433.
 """
 
 import importlib.util
@@ -27,15 +25,18 @@ def check_package(config: Float8Config) -> None:
         )
 
 
-def convert_layers(model: Model, config: Float8Config, device: torch.device) -> None:
+def convert_layers(
+    model: Model, config: Float8Config, device: torch.device, emulate: bool = False
+) -> None:
     """Let the linear layers of the blocks of `model` compute in float8, in place.
 
-    Raises `UserError` for a device that cannot, and where torchao is not installed.
+    Tests `emulate` it: numbers are rounded to float8 and multiplied as usual, on any device. Raises
+    `UserError` for a device that cannot, and where torchao is not installed.
     """
     if config.recipe == "none":
         return
     check_package(config)
-    if not (config.emulate or multiplies_float8(device)):
+    if not (emulate or multiplies_float8(device)):
         on_gpu = is_gpu(device.type)
         name = torch.get_device_module(device).get_device_name(device) if on_gpu else "a CPU"
         raise UserError(
@@ -47,11 +48,9 @@ def convert_layers(model: Model, config: Float8Config, device: torch.device) -> 
     if config.recipe == "rowwise":
         layers = Float8LinearConfig.from_recipe_name("rowwise")
         # The recipe has no such option, and its result is frozen.
-        object.__setattr__(layers, "emulate", config.emulate)
+        object.__setattr__(layers, "emulate", emulate)
     else:
-        layers = Float8LinearConfig(
-            enable_fsdp_float8_all_gather=config.all_gather, emulate=config.emulate
-        )
+        layers = Float8LinearConfig(emulate=emulate)
     for block in model.blocks.values():
         convert_to_float8_training(block, config=layers, module_filter_fn=is_converted)
 
@@ -61,23 +60,3 @@ def is_converted(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and not any(
         size % UNIT for size in (module.in_features, module.out_features)
     )
-
-
-def converted_rows(model: Model) -> set[int]:
-    """Return the numbers of rows of the weights that compute in float8."""
-    modules = (module for block in model.blocks.values() for module in block.modules())
-    return {
-        module.out_features
-        for module in modules
-        if isinstance(module, nn.Linear) and is_converted(module, "")
-    }
-
-
-def update_scales(part: nn.Module) -> None:
-    """Compute the scales that weights are gathered in float8 with, after the weights have changed.
-
-    One all-reduce for all of them. Without it each gather would make one for each weight.
-    """
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-    precompute_float8_dynamic_scale_for_fsdp(part)

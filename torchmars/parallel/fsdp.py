@@ -181,7 +181,7 @@ def set_reduction(part: ModelPart, parallelism: ParallelismConfig, last: bool) -
     Weights that a forward pass leaves gathered stay so until then.
     """
     assert isinstance(part, FSDPModule)
-    kept = parallelism.accumulation
+    kept = parallelism.accumulate
     part.set_requires_gradient_sync(last or kept != "whole")
     part.set_requires_all_reduce(last or kept == "reduced")
     part.set_reshard_after_backward(last or not part.keeps_gathered)

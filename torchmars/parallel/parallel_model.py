@@ -20,7 +20,6 @@ from torchmars.parallel.batches import Batches
 from torchmars.parallel.context import SequencePart
 from torchmars.parallel.copies import Copies
 from torchmars.parallel.cuts import blocks_of_stages, cut_model, sequence_unit, stage_ranks
-from torchmars.parallel.float8 import update_scales
 from torchmars.parallel.fsdp import (
     call_before_reduction_ends,
     is_alone,
@@ -63,7 +62,6 @@ class ParallelModel:
         """
         self.whole, self.layout, self.device = whole, layout, device
         self.parallelism, self.alone = parallelism, is_alone(layout, parallelism)
-        self.gathers_float8 = training.float8.all_gather and not self.alone
         cp, pipeline, ranks = layout.group("cp"), layout.group("pp"), stage_ranks(parallelism)
         self.sequence, self.tp = SequencePart(cp.rank, cp.size), layout.group("tp").size
         self.batches = Batches(self.sequence, device, pipeline.size > 1, find_starts)
@@ -150,16 +148,12 @@ class ParallelModel:
     def follow_weights(self) -> None:
         """Renew everything derived from the weights, after they have changed.
 
-        These are a single rank's copies, the copy of a tied token table, and the scales of weights
-        that travel in float8.
+        These are a single rank's copies, and the copy of a tied token table.
         """
         if self.copies is not None:
             self.copies.follow()
         if self.tied is not None:
             self.tied.copy_weights()
-        if self.gathers_float8:
-            for part in self.parts.values():
-                update_scales(part)
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on, or off."""

@@ -1,6 +1,5 @@
 """Pipeline parallelism: the stages of a model, and who works on them when."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +18,10 @@ from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import ModelPart
 
 
-class WholeBackwardStage(PipelineStage):
+class AccumulatingStage(PipelineStage):
     """A stage that accumulates gradients as `parallelism.accumulate` says.
 
-    torch's own keeps the whole gradient, and the weights gathered, to the end of a step. It has to
-    where gradients of inputs and of weights are computed apart: FSDP's hooks see neither then.
+    torch's own keeps the whole gradient, and the weights gathered, to the end of a step.
     """
 
     def __init__(self, parallelism: ParallelismConfig, *args: Any, **options: Any) -> None:
@@ -83,12 +81,8 @@ class Pipeline:
 
     def _torch_stage(self, number: int, part: ModelPart) -> PipelineStage:
         loss = torch.empty((), device="meta", requires_grad=True)
-        kind = (
-            PipelineStage
-            if self.config.splits_backward
-            else partial(WholeBackwardStage, self.config)
-        )
-        return kind(
+        return AccumulatingStage(
+            self.config,
             part,
             number,
             len(self.rank_of),

@@ -1,7 +1,5 @@
 """The one recipe that puts a plain model on a layout, from outside: models know none of it."""
 
-from dataclasses import replace
-
 import torch
 
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
@@ -37,9 +35,7 @@ def parallelize(
         cut_layers(model, layout.weight_mesh["tp"])
     if layout.group("cp").size > 1:
         share_sequences(model, layout.group("cp").process_group, parallelism.cp_method)
-    # A rank alone gathers nothing.
-    float8 = replace(training.float8, all_gather=False) if alone else training.float8
-    convert_layers(model, float8, layout.device)
+    convert_layers(model, training.float8, layout.device)
     checkpoint_blocks(model, activations, layout.expert_mesh is not None)
     if training.compile:
         compile_blocks(model, layout, activations, alone)

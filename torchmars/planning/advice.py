@@ -132,12 +132,13 @@ def of_axes(plan: Plan) -> Iterator[str]:
         )
     parallelism, (_, microbatches) = plan.config.parallelism, plan.microbatches
     if plan.bubble is not None and plan.bubble > BUBBLE:
-        others = "Interleaved1F1B" if parallelism.stages == parallelism.pp else "ZBVZeroBubble"
+        interleaved = parallelism.stages > parallelism.pp
+        other = "" if interleaved else ', or parallelism.pp_schedule = "Interleaved1F1B"'
         yield (
             f"the ranks of the pipeline wait {plan.bubble:.0%} of a step: more than "
             f"{microbatches} microbatches (raise training.global_batch_size, lower "
             f"training.microbatch_size = {plan.microbatches[0]} or parallelism.pp = "
-            f'{parallelism.pp}), or parallelism.pp_schedule = "{others}"'
+            f"{parallelism.pp}){other}"
         )
 
 

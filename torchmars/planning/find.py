@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from torchmars.config import ActivationCheckpointConfig, ResolvedConfig
 from torchmars.config.load import config_from_tables
-from torchmars.config.parallelism import PipelineSchedule
+from torchmars.config.parallelism import Accumulation, PipelineSchedule
 from torchmars.config.plugins import load_plugins
 from torchmars.config.toml_files import Tables
 from torchmars.core.errors import UserError
@@ -35,7 +35,7 @@ TRIED = {
         "accumulate",
     ),
     "training": ("microbatch_size",),
-    "activation_checkpoint": ("mode", "every"),
+    "activation_checkpoint": ("mode",),
 }
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "Interleaved1F1B")
 HEADINGS = f"{'s/step':>8}  {'GiB':>5}  {'waiting':>7}  {'microbatches':>12}  options"
@@ -138,7 +138,7 @@ def layouts(config: ResolvedConfig, rule: RuleOfThumb) -> Iterator[ResolvedConfi
                     dp_shard=-1,
                     pp_blocks=None,
                     pp_schedule=schedule,
-                    accumulate="auto",
+                    accumulate="sharded",
                 )
                 training = replace(config.training, microbatch_size=size)
                 layout = replace(config, parallelism=parallelism, training=training)
@@ -148,7 +148,7 @@ def layouts(config: ResolvedConfig, rule: RuleOfThumb) -> Iterator[ResolvedConfi
 def in_memory(layout: ResolvedConfig, rule: RuleOfThumb) -> Iterator[ResolvedConfig]:
     """Yield a layout with every way to use the memory; nothing if it does not divide."""
     modes: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-    forms: tuple[Literal["auto", "whole"], ...] = ("auto", "whole")
+    forms: tuple[Accumulation, ...] = ("sharded", "whole")
     layout = replace(layout, activation_checkpoint=ActivationCheckpointConfig())
     try:
         degrees = layout.parallelism.degrees(rule.world_size)

@@ -14,7 +14,7 @@ ActionKind = Literal["F", "B", "I", "W"]
 COSTS: dict[ActionKind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 # The cost that activation checkpointing adds to a backward pass. "selective" keeps the dear
 # results.
-COMPUTED_AGAIN = {"none": 0.0, "full": 1.0, "selective": 0.2, "memory_budget": 0.2}
+COMPUTED_AGAIN = {"none": 0.0, "full": 1.0, "selective": 0.2}
 
 
 class Action(NamedTuple):
@@ -32,7 +32,7 @@ Effects = Mapping[tuple[int, ActionKind, int], Effect]
 
 def computed_again(config: ActivationCheckpointConfig) -> float:
     """Return the cost that activation checkpointing adds to a backward pass, in forward passes."""
-    return COMPUTED_AGAIN[config.mode] / config.every
+    return COMPUTED_AGAIN[config.mode]
 
 
 def actions_of_ranks(schedule: Any) -> list[list[Action]]:

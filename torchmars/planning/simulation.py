@@ -81,10 +81,8 @@ def simulate_ranks(config: ResolvedConfig, layout: Layout, whole: Model) -> list
         place = replace(layout, groups=layout.groups | {"pp": replace(own, rank=rank)})
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = fake_model(config, config.parallelism, whole, place, fake)
-        every = config.activation_checkpoint.every
         alike = tuple(
-            (part.first, part.last, tuple(int(number) % every for number in part.model.blocks))
-            for part in model.parts.values()
+            (part.first, part.last, len(part.model.blocks)) for part in model.parts.values()
         )
         if alike not in known:
             known[alike] = simulate_step(config, place, model, fake, few)
@@ -159,10 +157,10 @@ class FewBlocks:
         """Return whether they tell the costs of `model`'s passes, and are fewer than its own."""
         counts = [len(part.model.blocks) for part in model.parts.values()]
         # On CPUs small models are one unit of FSDP, and large ones are not.
-        alike = self.config.activation_checkpoint.every == 1 and is_gpu(model.layout.device.type)
+        alike = is_gpu(model.layout.device.type)
         # Where some are gathered together, one more block changes the last unit.
         alike &= all(part.blocks_of_unit == 1 for part in model.parts.values())
-        return alike and not model.parallelism.splits_backward and min(counts) > self.least + 1
+        return alike and min(counts) > self.least + 1
 
     def passes(self, model: ParallelModel, rounds: Sequence[int]) -> Passes:
         """Return the passes of `model`, as `make_passes` does."""

@@ -99,7 +99,7 @@ class RuleOfThumb:
         computed, _ = self.share(config)
         unit = self.block / (ep if self.experts else tp)  # that is gathered at a time
         gathered = 6 * unit + (2 * computed if pp > 1 else 4 * unit)
-        gathered += 4 * computed if config.parallelism.accumulation == "whole" else 0
+        gathered += 4 * computed if config.parallelism.accumulate == "whole" else 0
         if pp > 1:  # what torch keeps for the hidden states of each microbatch
             gathered += 4 * config.parallelism.stages / pp * microbatches * tokens * width / tp
         whole, cut = self.kept[mode]
@@ -126,7 +126,7 @@ class RuleOfThumb:
         layers *= (1 + again / 2) * tokens * microbatches * len(model.blocks) / pp
         computed, held = self.share(config)
         gathers = 2 * microbatches if pp == 1 else 1
-        reductions = 1 if parallelism.accumulation == "whole" else microbatches
+        reductions = 1 if parallelism.accumulate == "whole" else microbatches
         weights = (computed - held) * (2 * gathers + 4 * reductions)
         weights /= self.speed(tp * cp * shards)
         weights += 8 * held / NETWORK if replicas > 1 else 0
