@@ -4,14 +4,17 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch.nn.functional as F
 from torch import nn
 
 from tests.support.full import full_but
 from torchmars.comparison.coordinates import coordinates, exponents, measured, sized
+from torchmars.comparison.sizes import check_sizes
 from torchmars.config import TransferConfig
 from torchmars.config.load import config_of
 from torchmars.core.errors import UserError
 from torchmars.optim import kernels
+from torchmars.optim.rules import RULES
 
 LLAMA = {"name": "llama", "size": "nano", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_kv_head": 2}
 MODELS = {
@@ -108,6 +111,44 @@ def test_a_model_that_says_but_does_not_apply_a_multiplier_fails(plugin, monkeyp
     assert found["change of logits"] > 0.7
 
 
+class GatedMLP(nn.Module):
+    """The MLP of a plugin that gates, as Gemma's does."""
+
+    def __init__(self, args):
+        super().__init__()
+        inner = args.mlp_ratio * args.width
+        self.gate, self.up = (nn.Linear(args.width, inner, bias=False) for _ in range(2))
+        self.proj = nn.Linear(inner, args.width, bias=False)
+
+    def forward(self, x):
+        return self.proj(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize(
+    "power,wrong",
+    [
+        (1, set()),
+        # As if matrices' rates stayed, and as if they fell twice as fast as they should.
+        (0, {"mlp", "residual stream", "attention logits", "change of state"}),
+        (2, {"attn", "mlp", "change of state", "change of logits"}),
+    ],
+)
+def test_a_plugin_that_gates_passes_and_its_wrong_rates_are_found(
+    plugin, monkeypatch, power, wrong
+):
+    """The hidden state tells of rates that fall too fast, which the logits alone may hide."""
+    monkeypatch.setattr(plugin, "MLP", GatedMLP)
+    rule = type(RULES["adamw"])
+    right = rule.lr_factor
+    monkeypatch.setattr(rule, "lr_factor", lambda *args: right(*args) ** power)
+    section = {"name": "adamw", "lr": 1e-3}
+    lines, good = check_sizes(
+        config("plain", "adamw", optimizer=section), [64, 128, 256], [], False
+    )
+    marked = {line.split("  ")[0] for line in lines if line.endswith(" !")}
+    assert (good, marked) == (not wrong, wrong)
+
+
 def test_widths_that_do_not_divide_are_refused(plugin, monkeypatch):
     with pytest.raises(UserError, match=r"width 40 is 0.625 times 64, and so model.n_head = 4"):
         sized(config("gpt2", "adamw"), 40)
@@ -124,3 +165,17 @@ def test_exponents_are_slopes_of_logarithms():
     sizes = {width: {"a": 3 * width**0.5, "b": 2.0, "c": 0.0} for width in (16, 64, 128)}
     found = exponents(sizes)
     assert (found["a"], found["b"]) == pytest.approx((0.5, 0)) and math.isnan(found["c"])
+
+
+def test_a_change_of_logits_may_fall_to_what_is_learned():
+    """Of c + k / width at the widest: with c = k / width there, a quarter. Over depth it is not."""
+
+    def power(square, along="width"):
+        sizes = {width: {"change of logits": square(width) ** 0.5} for width in (64, 128, 256)}
+        return exponents(sizes, along)["change of logits"]
+
+    assert power(lambda width: 1 + 256 / width) == pytest.approx(-0.25)
+    assert power(lambda width: 1 + 256 / width, "depth") == pytest.approx(-0.33, abs=0.01)
+    assert power(lambda width: 1 / width) == pytest.approx(-0.5)  # nothing is learned
+    assert power(lambda width: width**2) == pytest.approx(1)
+    assert power(lambda width: width**-2) < -0.9

@@ -15,6 +15,7 @@ import torch
 from tests.support.commands import ROOT, finish_run, run_command
 from tests.support.full import FULL
 from tests.support.tiny import metrics, tiny_tables, write_text
+from torchmars.comparison.sizes import check_sizes
 from torchmars.config import ModelConfig
 from torchmars.config.load import config_from_tables
 from torchmars.config.model import MODELS
@@ -50,6 +51,18 @@ def plugin(monkeypatch):
     for table, kept in zip(tables, before, strict=True):
         table.clear()
         table.update(kept)
+
+
+@pytest.mark.full
+def test_its_learning_rates_transfer(plugin):
+    """The change of logits falls with the width to what is learned: no alarm."""
+    section = {"name": "gemma3", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_kv_head": 2}
+    section |= {"head_dim": 16, "query_width": 16, "n_inner": 192, "window_blocks": "sf"}
+    tables = {"model": section, "optimizer": {"name": "adamw", "lr": 1e-3}}
+    lines, good = check_sizes(
+        config_from_tables(tables, "in a test"), [64, 128, 256, 512], [], False
+    )
+    assert good, lines
 
 
 def model_of(table):

@@ -17,9 +17,10 @@ STEPS = 4  # of the coordinate check
 WITHOUT = "-without"  # ends the names of sizes that take no rates of a base
 # How far from 0 the power of the width, or of the number of blocks, may be of sizes that stay. The
 # gradients of other roles fall with the width, and what one block adds falls with the depth.
-NEAR_OF_WIDTH = {"residual stream": 0.2, "attention logits": 0.2, "change of logits": 0.2}
-NEAR_OF_DEPTH = dict.fromkeys(NEAR_OF_WIDTH, 0.3)
-NEAR_OF_WIDTH |= {"attn": 0.2, "mlp": 0.2, "gradient of matrix": 0.15, "gradient of router": 0.15}
+CHANGES = ("change of state", "change of logits")
+NEAR_OF_DEPTH = dict.fromkeys(("residual stream", "attention logits", *CHANGES), 0.3)
+NEAR_OF_WIDTH = dict.fromkeys((*NEAR_OF_DEPTH, "attn", "mlp"), 0.2)
+NEAR_OF_WIDTH |= {"change of logits": 0.25, "gradient of matrix": 0.15, "gradient of router": 0.15}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def check_sizes(
     ):
         for plain in (False, True)[: (len(numbers) > 1) * (1 + without)]:
             sizes = coordinates(config, numbers, along, STEPS, plain)
-            powers = exponents(sizes)
+            powers = exponents(sizes, along)
             # A power that is no number is wrong too.
             wrong = {place for place in near if not abs(powers.get(place, 0.0)) <= near[place]}
             good = good and (plain or not wrong)
