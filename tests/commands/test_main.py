@@ -21,7 +21,6 @@ NAMES = {
     "generate",
     "import",
     "launch",
-    "lr-find",
     "plan",
     "plot",
     "prepare",
@@ -114,7 +113,6 @@ def test_a_run_needs_a_config(monkeypatch, capsys, tmp_path, args):
 @pytest.mark.parametrize(
     "command,options",
     [
-        ("lr-find", ["--steps", "20"]),
         ("bench", []),
         ("prepare", ["--data.source", "stdlib"]),
         ("compare", ["--optimizers", "adamw"]),

@@ -33,7 +33,6 @@ LINES = [
         *("evaluate NAME --text x", "evaluate x --text x --json NAME", "evaluate x --shards NAME"),
         *("train NAME", "train tiny.toml NAME", "bench NAME", "bench tiny.toml --against NAME"),
         *(
-            "lr-find tiny.toml --json NAME",
             "plan NAME --world-size 2",
             "plan more.toml --world-size 2",
         ),

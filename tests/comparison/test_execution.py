@@ -1,6 +1,5 @@
 """Whole comparisons on this machine: what comes out, and that nothing that ends them matters."""
 
-import csv
 import json
 import os
 import signal
@@ -71,19 +70,9 @@ def stop_in_the_middle(file, variables):
     return process
 
 
-def without_seconds(value):
-    """What results.json holds, without what depends on the machine."""
-    if isinstance(value, dict):
-        return {key: without_seconds(item) for key, item in value.items() if "seconds" not in key}
-    return [without_seconds(item) for item in value] if isinstance(value, list) else value
-
-
 def outcome(folder):
-    """All that a comparison has written but for seconds."""
-    before, _, after = (folder / "table.md").read_text().partition("## Time\n")
-    rows = [row[:-1] for row in csv.reader((folder / "table.csv").read_text().splitlines())]
-    found = without_seconds(json.loads((folder / "results.json").read_text()))
-    return before + after.partition("## ")[2], rows, found
+    """All that a comparison has written but its plots."""
+    return [(folder / name).read_text() for name in ("table.md", "table.csv", "results.json")]
 
 
 @FULL
@@ -130,7 +119,7 @@ def test_killed_and_resumed_it_finds_the_same(run, config, tmp_path, monkeypatch
         file.name for file in (tmp_path / "resumed/found").iterdir()
     }
     text = (tmp_path / "resumed/found/table.md").read_text()
-    assert "| adamw | lr 0.001 |" in text and "adamw lr (lowest)" in text
+    assert "| adamw | lr 0.001 |" in text and "| lr lowest |" in text
 
     found = read_comparison(tmp_path / "resumed/found")
     states = {each.name: each.state for each in found.trials}
@@ -160,7 +149,7 @@ def test_killed_and_resumed_it_finds_the_same(run, config, tmp_path, monkeypatch
     # Nothing is left to do; another setting is refused; another optimizer and seed are run.
     started = steer()
     code, out, _ = run(config, *OPTIONS, "--folder", "straight/found", "--optimizers", "adamw")
-    assert code == 0 and not started and "5 of the trials in this folder are not in" in out
+    assert code == 0 and not started and "trials: 2 done, 1 diverged" in out
     other = ["--optimizers", "adamw", "--folder", "straight/found", "--training.seq_len", "16"]
     code, _, err = run(config, *OPTIONS, *other)
     assert code == 2 and not started and "training.seq_len = 16 instead of 32" in err
@@ -205,7 +194,6 @@ def test_a_grid_is_widened_until_the_best_lies_within(run, config, monkeypatch):
     found = read_comparison(config.parent / "bounded")
     assert [each.settings["lr"] for each in found.trials] == [0.0625, 0.125, 0.25, 0.5, 1, 2]
     assert found.contenders[0].edges == {"lr": "lowest"}
-    assert any("may not be tuned" in note for note in found.notes)
 
 
 @FULL
@@ -217,9 +205,7 @@ def test_another_baseline_and_grids_of_which_some_have_no_gamma(run, config, mon
         started.append(name)
         loss = 3 + 0.5 * name.startswith("muon") - 0.1 * ("betas0.9-" in name)
         loss += 0.01 * int(name[-1]) + 0.2 * ("gamma0.4" in name)
-        said = {"train/tokens_per_second": 512.0}
-        rows = [{"step": 6, "validation/loss": 4.5 + loss}, {"step": 12, "validation/loss": loss}]
-        return [row | said for row in rows]
+        return [{"step": 6, "validation/loss": 4.5 + loss}, {"step": 12, "validation/loss": loss}]
 
     make_up(monkeypatch, rows_of)
     grids = ["--lr-grid", "1e-3", "--betas-grid", "0.95:0.99,0.9:0.99", "--gamma-grid", "0.2,0.4"]
@@ -227,11 +213,11 @@ def test_another_baseline_and_grids_of_which_some_have_no_gamma(run, config, mon
     code, out, err = run(*command)
     assert code == 0, err
     assert len(started) == 2 + 4 + 2 and "with 2 seeds (numbers 0 to 1)" in out
-    assert "No savings are measured, since adamw does not take part." in out
+    assert "tokens saved" not in out
     for baseline, pair in (("muon", "mars-m - muon"), ("mars-m", "muon - mars-m")):
         code, out, err = run(*command, "--baseline", baseline)
         assert code == 0 and len(started) == 8, err
-        assert pair in out and "No savings" not in out
+        assert pair in out and "tokens saved" in out
         found = read_comparison(config.parent / "found")
         assert found.baseline == baseline
         mars, muon = found.contenders

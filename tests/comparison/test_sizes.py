@@ -117,7 +117,7 @@ def test_every_size_is_tuned_and_the_command_resumes(transfer, tmp_path):
     folder = tmp_path / "transfers" / "tiny"
     found = json.loads((folder / "results.json").read_text())
     names = ["width32", "width64", "width64-without"]
-    table = out[out.index("best rate") : out.index("seconds of a trial")].splitlines()
+    table = out[out.index("best rate") : out.index("trials: ")].splitlines()
     assert [line.split()[0] for line in table if line.startswith("width")] == names
     assert f"torchmars plot {folder.relative_to(tmp_path)} --html" in out
     first = [each for each in found["trials"] if each["seed"] == 0]

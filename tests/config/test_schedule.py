@@ -25,7 +25,6 @@ FIT = [
     ("wsd", 14, 6),
     ("wsd", 0, 20),
     ("wsd", 10, 0),
-    ("range_test", 0, None),
 ]
 
 

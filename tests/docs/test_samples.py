@@ -27,7 +27,6 @@ OF_A_MACHINE = [
     ("README.md", "run       runs/quickstart", "train quickstart.toml"),
     ("watching.md", "run             ", "runs"),
     ("speed.md", "tokens/s", "bench quickstart.toml"),
-    ("learning_rates.md", "lowest", "lr-find quickstart.toml"),
 ]
 
 

@@ -36,8 +36,3 @@ def test_between():
         [0.1, 0.2, 0.3]
     )
     assert between(7, 10, 0.1, 0.3, "constant") == 0.1
-
-
-def test_a_range_test_rises_by_the_same_factor_at_each_step():
-    factors = [lr_factor(step, 5, name="range_test", floor=1e-4) for step in range(1, 6)]
-    assert factors == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])

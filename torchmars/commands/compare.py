@@ -22,8 +22,7 @@ from torchmars.comparison.results import (
 )
 from torchmars.comparison.settings import SETTINGS_FILE, check_settings
 from torchmars.comparison.study import Study
-from torchmars.comparison.tables import csv_text, lines, markdown
-from torchmars.comparison.words import seeds_text
+from torchmars.comparison.tables import csv_text, lines, markdown, seeds_text
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command, require_config
 from torchmars.core.bounds import Place, Range
@@ -72,9 +71,9 @@ class Compare(TrialOptions):
     """Compare optimizers fairly: each tuned on one grid, the best over several seeds.
 
     Every trial is a run of the config, on the same data for as many tokens, whose [optimizer] and
-    run.seed are replaced. Prints and writes a table, differences with their intervals, the tokens
-    and the time that each optimizer saves, and plots. Whatever ends it, the same command resumes.
-    It may then have more optimizers, values and seeds.
+    run.seed are replaced. Prints and writes a table, the difference of each pair with its interval
+    and whether seeds show it, the tokens that each optimizer saves, and plots. Whatever ends it,
+    the same command resumes. It may then have more optimizers, values and seeds.
     """
 
     optimizers: str = "adamw,adamw-mars-betas,mars-adamw,muon,mars-m"

@@ -12,8 +12,6 @@ from torchmars.core.typed import meant
 
 # The baseline if it takes part and --baseline names no other.
 BASELINE = "adamw"
-# It tells whether a gain is due to MARS or to MARS's betas.
-CONTROL = "adamw-mars-betas"
 
 
 @dataclass(frozen=True)

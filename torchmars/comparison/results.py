@@ -1,7 +1,6 @@
 """The results of a comparison, and its file results.json.
 
-Whatever has `seconds` in its name depends on the machine and on what else it did. All the rest is
-the same, byte for byte, however often the comparison was stopped and continued.
+They are the same, byte for byte, however often the comparison was stopped and continued.
 """
 
 import json
@@ -20,7 +19,6 @@ Value = float | list[float]
 Settings = dict[str, Value]
 Grid = dict[str, list[Value]]
 Edges = dict[str, Literal["lowest", "highest"]]
-Axis = Literal["tokens", "seconds"]
 State = Literal["done", "failed", "diverged", "pending"]
 Kind = Literal["optimizer", "size"]
 
@@ -31,14 +29,8 @@ class LossCurve:
 
     tokens: list[float]
     """Tokens read until then."""
-    seconds: list[float]
-    """Seconds of training until then, without validations and saves."""
     losses: list[float | None]
     """Loss in nats per token, None if it was not finite."""
-
-    def along(self, axis: Axis) -> list[float]:
-        """Return where its losses are on an axis."""
-        return self.tokens if axis == "tokens" else self.seconds
 
 
 @dataclass(frozen=True)
@@ -56,8 +48,6 @@ class TrialResult:
     """Why it failed or diverged, in a line; else empty."""
     loss: float | None
     """Validation loss after the last step of a trial that is done."""
-    seconds: float | None
-    """Seconds of training of a trial that is done."""
     curve: LossCurve
     folder: str
     """Folder of the run, relative to the comparison's."""
@@ -93,8 +83,6 @@ class ContenderResult:
     tokens_saved: Estimate | None
     """Share of the baseline's tokens that it does not need for the baseline's final loss: 0.2 means
     20% fewer tokens, a negative number more. None if it is not known."""
-    seconds_saved: Estimate | None
-    """The same for the seconds of training."""
     remark: str
     """Why no savings are known, such as that it never reaches the baseline's loss; else empty."""
 
@@ -107,8 +95,8 @@ class Difference:
     second: str
     loss: Estimate
     """Mean of the first minus mean of the second, with Welch's interval."""
-    exceeds_spread: bool | None
-    """Whether the interval is on one side of 0. None: one seed alone, no spread is known."""
+    shown: bool
+    """Whether the interval is on one side of 0. One seed alone has no interval, and shows none."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +121,7 @@ class Comparison:
     """Of each pair of contenders: another minus the baseline first, then better minus worse."""
     trials: list[TrialResult]
     """In the order of contenders on the command line, settings, seeds."""
-    notes: list[str]
-    """Notes that a reader must know, a sentence or two each."""
-    kind: Kind = "optimizer"
+    kind: Kind
     """What contenders are: optimizers, or sizes of a model, of which the first is the base."""
 
     @property
@@ -152,12 +138,6 @@ class Comparison:
         """Return the place of a contender on the command line, from 0. It has its color by that."""
         return self.names.index(contender.name)
 
-    def between(self, first: str, second: str) -> Difference:
-        """Return the difference of two contenders with a result, either of which may be first."""
-        return next(
-            each for each in self.differences if {each.first, each.second} == {first, second}
-        )
-
     def trials_of(self, contender: ContenderResult) -> list[TrialResult]:
         """Return the trials of a contender's best settings, one for each seed that was run."""
         return [
@@ -170,6 +150,13 @@ class Comparison:
 def numbers_of(value: Value) -> list[float]:
     """Return the numbers of a setting's value."""
     return value if isinstance(value, list) else [value]
+
+
+def rate_of(settings: Settings) -> float:
+    """Return the learning rate among the settings of a trial."""
+    lr = settings["lr"]
+    assert isinstance(lr, float)
+    return lr
 
 
 def write_comparison(found: Comparison, folder: Path) -> None:

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from torchmars.comparison.contenders import Contender
 from torchmars.comparison.coordinates import bare, based, coordinates, exponents, sized
-from torchmars.comparison.rates import rate_of
-from torchmars.comparison.results import Kind, Settings
+from torchmars.comparison.results import Kind, Settings, rate_of
 from torchmars.comparison.study import Study
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import without_none

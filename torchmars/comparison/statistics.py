@@ -7,7 +7,7 @@ from typing import Any
 
 from scipy import stats
 
-from torchmars.comparison.results import Axis, Difference, Estimate, LossCurve
+from torchmars.comparison.results import Difference, Estimate, LossCurve
 
 CONFIDENCE = 0.95
 
@@ -30,13 +30,13 @@ def difference(
     """
     mean = statistics.fmean(losses) - statistics.fmean(others)
     if min(len(losses), len(others)) < 2:
-        return Difference(first, second, Estimate(mean, None, None), None)
+        return Difference(first, second, Estimate(mean, None, None), False)
     spread = statistics.variance(losses) + statistics.variance(others)
     test = stats.ttest_ind(losses, others, equal_var=False) if spread else None
     found = estimate(mean, test)
     low, high = found.low, found.high
-    exceeds = low is not None and high is not None and (low > 0 or high < 0)
-    return Difference(first, second, found, exceeds)
+    shown = low is not None and high is not None and (low > 0 or high < 0)
+    return Difference(first, second, found, shown)
 
 
 def estimate(mean: float, test: Any) -> Estimate:
@@ -47,14 +47,14 @@ def estimate(mean: float, test: Any) -> Estimate:
     return Estimate(mean, float(interval.low), float(interval.high))
 
 
-def reached_at(curve: LossCurve, axis: Axis, loss: float) -> float | None:
-    """Return where a validation curve first reaches a loss, linear between validations.
+def reached_at(curve: LossCurve, loss: float) -> float | None:
+    """Return after how many tokens a curve first reaches a loss, linear between validations.
 
     None: it never does. Before its first validation nothing is known, so that this one counts where
     it is low enough.
     """
     before: tuple[float, float] | None = None
-    for place, value in zip(curve.along(axis), curve.losses):
+    for place, value in zip(curve.tokens, curve.losses):
         if value is None:
             before = None
             continue
@@ -67,14 +67,14 @@ def reached_at(curve: LossCurve, axis: Axis, loss: float) -> float | None:
     return None
 
 
-def needed(curve: LossCurve, baseline: LossCurve, axis: Axis) -> float | None:
-    """Return the share of the baseline's tokens, or seconds, that a trial needs for its final loss.
+def needed(curve: LossCurve, baseline: LossCurve) -> float | None:
+    """Return the share of the baseline's tokens that a trial needs for the baseline's final loss.
 
     It is above 1 where the trial needs more of them. None: it never reaches that loss.
     """
     target = baseline.losses[-1]
-    place = None if target is None else reached_at(curve, axis, target)
-    return None if place is None else place / baseline.along(axis)[-1]
+    place = None if target is None else reached_at(curve, target)
+    return None if place is None else place / baseline.tokens[-1]
 
 
 def saved(needed: Sequence[float]) -> Estimate:

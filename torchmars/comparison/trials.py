@@ -22,7 +22,7 @@ LONGEST_REASON = 300  # characters
 BYTES_READ = 2**16  # of the end of a log
 # How a run's own guards end it: their errors say this.
 LOWER_LR = "lower optimizer.lr"
-NO_CURVE = LossCurve([], [], [])
+NO_CURVE = LossCurve([], [])
 
 
 def write_trial(trial: Trial) -> Path:
@@ -60,7 +60,6 @@ def read_trial(trial: Trial) -> TrialResult:
         state,
         reason,
         loss,
-        curve.seconds[-1] if state == "done" else None,
         NO_CURVE if state == "pending" else curve,
         f"{trial.folder.parent.name}/{trial.folder.name}",
     )
@@ -72,8 +71,7 @@ def validation_curve(run: Run) -> tuple[LossCurve, int]:
     if series is None:
         return NO_CURVE, 0
     losses = [value if math.isfinite(value) else None for value in series.values.tolist()]
-    curve = LossCurve(run.tokens(series.steps).tolist(), run.seconds(series.steps).tolist(), losses)
-    return curve, int(series.steps[-1])
+    return LossCurve(run.tokens(series.steps).tolist(), losses), int(series.steps[-1])
 
 
 def is_saved(run: Run) -> bool:

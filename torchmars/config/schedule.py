@@ -10,16 +10,15 @@ from torchmars.config.fields import Amount, Count, require
 class ScheduleConfig:
     """Learning rate as a function of the step."""
 
-    name: Literal["cosine", "linear", "constant", "wsd", "range_test"] = "cosine"
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """The schedule after the warmup. cosine, linear: decay over the rest of the run. constant. wsd:
-    constant, then a linear decay over the last decay_steps. range_test: rises from min_lr to
-    optimizer.lr by the same factor at each step, as torchmars lr-find has it."""
+    constant, then a linear decay over the last decay_steps."""
     warmup_steps: Count = 0
     """Steps of linear warmup from 0."""
     decay_steps: Count | None = None
     """wsd: steps of the final decay. Default: a fifth of the run."""
     min_lr: Amount = 0.0
-    """Learning rate at the end of the decay, an absolute value; at the start of a range_test."""
+    """Learning rate at the end of the decay, an absolute value."""
     gamma: Literal["constant", "linear", "cosine"] = "constant"
     """How MARS's gamma goes from optimizer.gamma to final_gamma over the run."""
     final_gamma: Amount | None = None
@@ -31,10 +30,6 @@ class ScheduleConfig:
             (self.gamma == "constant") == (self.final_gamma is None),
             'schedule.final_gamma goes with schedule.gamma = "linear" or "cosine": '
             "set both or neither",
-        )
-        require(
-            self.name != "range_test" or (self.min_lr > 0 and self.warmup_steps == 0),
-            'schedule.name = "range_test" needs a schedule.min_lr above 0 and no warmup_steps',
         )
         require(
             self.name == "wsd" or self.decay_steps is None,

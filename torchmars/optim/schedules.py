@@ -8,7 +8,7 @@ def lr_factor(
     step: int,
     total_steps: int,
     *,
-    name: Literal["cosine", "linear", "constant", "wsd", "range_test"] = "cosine",
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine",
     warmup_steps: int = 0,
     decay_steps: int | None = None,
     floor: float = 0.0,
@@ -19,16 +19,13 @@ def lr_factor(
         step: number of the update, from 1.
         total_steps: updates of the run.
         name: cosine and linear fall to `floor` at `total_steps`. constant stays at 1. wsd stays at
-            1 until a linear fall over the last `decay_steps`. range_test rises from `floor` by the
-            same factor at each step (Smith 2017, arXiv 1506.01186).
+            1 until a linear fall over the last `decay_steps` (Hu et al. 2024, arXiv 2404.06395).
         warmup_steps: over these it rises from 0 by a line: step / warmup_steps.
         decay_steps: of wsd, which raises `ValueError` without them.
         floor: the lowest learning rate over the peak.
     """
     if step < warmup_steps:
         return step / warmup_steps
-    if name == "range_test":
-        return floor ** ((total_steps - step) / max(total_steps - 1, 1))
     if name != "wsd":
         return between(step - warmup_steps, total_steps - warmup_steps, 1.0, floor, name)
     if decay_steps is None:

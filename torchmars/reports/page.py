@@ -20,6 +20,7 @@ from torchmars.comparison.tables import (
     comparison_in_words,
     contender_rows,
     difference_rows,
+    states_text,
     trial_rows,
 )
 from torchmars.config.toml_files import flattened
@@ -112,9 +113,8 @@ def comparison_page(found: Comparison) -> str:
         paragraph(comparison_in_words(found).replace("`", "")),
         html_table(contender_rows(found)),
         section("Differences", html_table(difference_rows(found))),
-        *map(paragraph, found.notes),
         image(comparison_figure(found), found.name),
-        section("Trials", html_table(trial_rows(found))),
+        section("Trials", paragraph(f"{states_text(found)}."), html_table(trial_rows(found))),
     )
 
 
