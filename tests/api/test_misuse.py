@@ -89,7 +89,7 @@ WRONG = {
     "optimizer": [
         *(train(optimizer=each) for each in (3, {"lr": NAN}, {"extra": {1: 2}}, {"betas": [1]})),
         *(train(optimizer=each) for each in ({"name": []}, {"groups": [3]}, {"groups": None})),
-        train(optimizer={"exact_fraction": HUGE}),
+        train(optimizer={"lr": HUGE}),
     ],
     "data": [train(data=each) for each in ({"files": [Path("x")]}, {"mixture": [None]})],
     "model": [train(model={"name": "x"}), train(model={"extra": {"a": Other()}})],

@@ -235,8 +235,8 @@ def test_a_manifest_whose_format_alone_is_damaged_is_not_of_another_version(tabl
     folder = run_folder_of(copy_of(tables, "digit", tmp_path)) / "checkpoints" / "step-00000006"
     file = folder / "manifest.json"
     whole = file.read_text()
-    for other in ("torchmars-checkpoint-2", "torchmars-checkpoint-7", "torchmars-chackpoint-4"):
-        file.write_text(whole.replace("torchmars-checkpoint-4", other))
+    for other in ("torchmars-checkpoint-2", "torchmars-checkpoint-7", "torchmars-chackpoint-5"):
+        file.write_text(whole.replace("torchmars-checkpoint-5", other))
         with pytest.raises(DamagedCheckpoint, match="altered: it does not match its own checksum"):
             manifests.read(folder)
 

@@ -232,7 +232,7 @@ def damages_of(whole):
     for place in range(0, len(whole), 37):
         yield whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
     yield from (whole + b"x", b"\0" * len(whole), b"[]", b"null", b"1e999", b"[" * 10**5, b"\xff")
-    yield whole.replace(b"copy-3", b"copy-2")
+    yield whole.replace(b"copy-5", b"copy-4")
     yield slots.FORMAT.text({}).encode()  # of a manifest
     yield slots.COPY_FORMAT.text({"step": 1}).encode()
     yield slots.COPY_FORMAT.text({"step": "1", "start": 3}).encode()

@@ -282,14 +282,6 @@ def test_what_may_change_is_told(folder):
     ]
 
 
-def test_a_setting_of_a_rule_that_came_later_had_its_default(folder):
-    """It is no change where a checkpoint does not have it."""
-    config, path, manifest = newest(tables_of(folder, "fsdp2", "mars-adamw", training={"steps": 9}))
-    assert manifest.config["optimizer"].pop("cautious_decay") is False
-    told = check_same_run(path, manifest, config, manifest.data_fingerprint, meta_optimizer(config))
-    assert told == [f"training.steps {STEPS} -> 9"]
-
-
 def test_a_changed_batch_reads_on_where_the_data_was(folder):
     for name in ("mars-adamw", "exact"):
         tables = tables_of(

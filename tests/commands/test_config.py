@@ -56,7 +56,6 @@ def test_what_a_run_has_derived_itself_is_no_difference(call, config, tmp_path):
         "--training.dtype": "bfloat16",
         "--training.compile": "true",
         "--optimizer.matrix_dtype": "mixed",
-        "--optimizer.zero_mean_routers": "false",
         "--checkpoint.init_from": "hf:some/model@0a1b2c",
     }
     words = [word for pair in derived.items() for word in pair]

@@ -11,12 +11,10 @@ from tests.support.tiny import write_config
 from torchmars.config import (
     Config,
     Degrees,
-    OptimizerConfig,
     identity_fields,
     reported_sections,
 )
 from torchmars.config.load import config_from_tables, load_config
-from torchmars.config.optimizer import as_begun
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.synonyms import SYNONYMS
 from torchmars.core.typed import dotted_names, setting_meant
@@ -510,42 +508,3 @@ def test_what_makes_a_run_the_same_run_is_marked():
         "optimizer.last_grad_dtype",
     }
     assert reported_sections() == ["model", "training", "optimizer", "schedule", "guards"]
-
-
-@pytest.mark.parametrize(
-    "given,z_loss,saved,wanted",
-    [
-        (None, 0.0, None, True),  # a new run
-        (None, 1e-3, None, False),  # whose routers have a gradient there
-        (None, 0.0, {}, None),  # of before the setting
-        (None, 0.0, {"zero_mean_routers": True}, True),
-        (None, 0.0, {"zero_mean_routers": False}, False),
-        (None, 1e-3, {"zero_mean_routers": True}, False),
-        (False, 0.0, None, False),
-        (True, 0.0, {}, True),
-    ],
-)
-def test_routers_keep_what_a_run_began_with(given, z_loss, saved, wanted):
-    section = OptimizerConfig(zero_mean_routers=given).resolve()
-    found = as_begun(section, z_loss, saved if saved is None else {"optimizer": saved})
-    assert found.zero_mean_routers is wanted
-
-
-@pytest.mark.parametrize(
-    "given,saved,wanted",
-    [
-        ({}, None, "auto"),  # a new run
-        ({}, {}, False),  # of before the setting
-        ({}, {"per_head": False}, False),  # of before its default
-        ({}, {"per_head": "auto"}, "auto"),
-        ({}, {"per_head": True}, True),
-        ({"per_head": True}, {}, True),
-        ({"per_head": False}, None, False),
-        ({"name": "mars-shampoo"}, None, False),
-        ({"name": "adamw"}, {}, None),
-    ],
-)
-def test_heads_stay_apart_or_whole_as_a_run_began(given, saved, wanted):
-    section = OptimizerConfig(**{"name": "muon"} | given).resolve()
-    found = as_begun(section, 0.0, saved if saved is None else {"optimizer": saved})
-    assert found.per_head is wanted or found.per_head == wanted == "auto"

@@ -13,7 +13,6 @@ from tests.docs.pages import ROOT, blocks, commands, named_files
 from tests.support.commands import Command
 from tests.support.full import FULL
 from tests.support.tiny import tiny_tables, write_text
-from torchmars.config.history import TOLD
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 
@@ -53,7 +52,7 @@ def place(tmp_path_factory):
 
 def run(folder, command, *args):
     """Run a command in a folder, with one rank; its exit code, output, errors."""
-    env = os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300", TOLD: ""}
+    env = os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300"}
     process = Command(command, [*args], folder, env, ranks=1)
     out, err = process.communicate()
     return process.returncode, out, err
@@ -110,11 +109,8 @@ def test_settings_of_its_own_reach_the_plugin(place):
     assert words[2:4] == ["--world-size", "1"]
     del words[2:4]
     words += ["--run.name", "parallel"]  # which had no such setting
-    for option in ("--model.mlp_scale", "--model.extra.mlp_scale"):
-        code, _, err = run(folder, *words, option, "0.5")
-        assert code == 2 and "was made with model.mlp_scale = 1.0, the config says 0.5" in err
-    warning = "warning   model.extra is called model now: rename it (on the command line)"
-    assert err.splitlines()[0] == warning
+    code, _, err = run(folder, *words, "--model.mlp_scale", "0.5")
+    assert code == 2 and "was made with model.mlp_scale = 1.0, the config says 0.5" in err
     for wrong, said in {
         "--model.mlp_scale.deeper 1": "model.mlp_scale must be a number",
         "--model.mlp_scal 1": "unknown key model.mlp_scal on the command line: did you mean "
@@ -122,8 +118,6 @@ def test_settings_of_its_own_reach_the_plugin(place):
         "--optimizer.treshold 1": "unknown key optimizer.treshold on the command line: did you "
         "mean optimizer.threshold?",
         "--optimizer.threshold -1": "optimizer.threshold must be at least 0",
-        "--optimizer.lr 1 --optimizer.extra.lr 1": "optimizer.extra.lr is called optimizer.lr now, "
-        "and both are set",
     }.items():
         code, _, err = run(folder, *words, *wrong.split())
         assert code == 2 and f"error: {said}" in err, err
@@ -142,7 +136,7 @@ def test_another_rule_drops_the_plugins_settings(place):
     folder, _ = place
     (folder / "signum.toml").write_text(
         'extends = ["quickstart.toml"]\nrun.plugins = ["my_rule"]\n'
-        '[optimizer]\nname = "signum"\nextra = {threshold = 0.5}\n'
+        '[optimizer]\nname = "signum"\nthreshold = 0.5\n'
     )
     code, out, err = run(folder, "plan", "signum.toml", "--world-size", "1")
     assert code == 0 and "signum" in out, err

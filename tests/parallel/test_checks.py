@@ -1,7 +1,5 @@
 """Layouts that cannot be are refused in one line, before there are ranks."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,7 +7,6 @@ from torchmars.config import (
     ActivationCheckpointConfig,
     Config,
     ModelConfig,
-    OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
 )
@@ -17,7 +14,7 @@ from torchmars.config.float8 import Float8Config
 from torchmars.config.model import model_section
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
-from torchmars.parallel.checks import check_balance, check_layout, untrained
+from torchmars.parallel.checks import check_layout, untrained
 
 SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 32}
 FLOAT8 = Float8Config("tensorwise")
@@ -58,13 +55,6 @@ def test_what_has_no_gradient_is_said_once(model, training, found):
     still = [name for name, size in largest.items() if size < 1e-12 * max(largest.values())]
     assert bool(still) == bool(found)
     assert all("router" in name or "attn" in name for name in still)
-
-
-def test_a_z_loss_needs_the_mean_of_routers():
-    config = Config(model=ModelConfig(**ROUTED), training=TrainingConfig(router_z_loss=1e-3))
-    config = replace(config, optimizer=OptimizerConfig(zero_mean_routers=True))
-    with pytest.raises(UserError, match=r"zero_mean_routers takes out what training.router_z_loss"):
-        check_balance(config, build_meta_model(config.model, 64, 8))
 
 
 def check(ranks, model=SIZE, training=None, activations=None, **parallelism):

@@ -3,12 +3,11 @@
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
-from torchmars.config.history import renewed, with_heads
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
@@ -17,9 +16,10 @@ from torchmars.data.tokenizer import VocabularySize
 from torchmars.storage import storage_of
 from torchmars.storage.storage import MANIFEST, File
 
+VERSION = 5  # of all that a run's folder has
 FORMAT = Format(
     "torchmars-checkpoint",
-    4,
+    VERSION,
     "continue with the version of torchmars that wrote it, or choose another run.name",
 )
 # Keys of the config that loading needs.
@@ -77,15 +77,11 @@ def read(folder: PurePath) -> CheckpointManifest:
     """Return the manifest of the checkpoint `folder`.
 
     Raises `DamagedCheckpoint` if a single byte of it is not as it was written, and
-    `OtherVersion` where another version wrote it in a way that this one cannot read.
+    `OtherVersion` where another version wrote it.
     """
     path = folder / MANIFEST
     try:
         manifest = FORMAT.read(path, CheckpointManifest, storage_of(path).open)
-        try:
-            manifest = replace(manifest, config=with_heads(renewed(manifest.config), False))
-        except UserError as error:
-            raise ValueError(str(error)) from None
         for section, key in NEEDED:
             if key not in manifest.config.get(section, {}):
                 raise ValueError(f"config.{section}.{key} is missing in it")

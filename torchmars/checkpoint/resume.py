@@ -14,7 +14,6 @@ from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.config import OF_RANKS, kind_of
-from torchmars.config.history import check_gone
 from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
@@ -22,7 +21,6 @@ from torchmars.core.words import or_none
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.models import family
 from torchmars.optim import MARS
-from torchmars.optim.rules import RULES
 from torchmars.storage import storage_of
 from torchmars.storage.storage import MANIFEST
 
@@ -72,7 +70,7 @@ def read_verified(folder: PurePath, level: Literal["full", "size", "off"]) -> Ch
     """Verify a checkpoint in this process alone. Return its manifest.
 
     At the level "full" its index and the tensors' places are checked, too. Raises
-    `DamagedCheckpoint`, and `OtherVersion` if this version cannot read it.
+    `DamagedCheckpoint`, and `OtherVersion` if another version wrote it.
     """
     manifest = manifests.read(folder)
     manifests.verify(folder, manifest, level)
@@ -127,9 +125,7 @@ def check_same_run(
     `data`. `optimizer` is the one it would resume with; its parameters may be on the meta device.
     Returns the changes that are allowed, a line each.
     """
-    kind = kind_of(config.model.name)
-    was, now = settings_before(manifest, kind), flat_settings(config)
-    check_gone(manifest.config, lambda _: f"in {folder}")
+    was, now = flattened(manifest.config), flat_settings(config)
     for name in OF_RANKS:
         if now[name] in ("auto", None):  # not resolved yet: it will be what it was
             now[name] = was[name]
@@ -141,7 +137,7 @@ def check_same_run(
                 "now: put that one back, or choose another run.name"
             )
         was[TOKENIZER] = now[TOKENIZER]
-    fields = identity_fields(kind)
+    fields = identity_fields(kind_of(config.model.name))
     for name in now | was:
         # Below a field are the values of a table.
         same_run = any(f"{name}.".startswith(f"{field}.") for field in fields)
@@ -177,19 +173,6 @@ def check_same_run(
 def flat_settings(config: Config) -> dict[str, Any]:
     """Return the settings of a config by name, as a manifest has them."""
     return flattened(json.loads(json.dumps(asdict(config))))
-
-
-def settings_before(manifest: CheckpointManifest, kind: type[Config]) -> dict[str, Any]:
-    """Return the settings of a checkpoint's run, whose config is a `kind`, by name.
-
-    One that its config does not have came later, and had its default.
-    """
-    saved, defaults = flattened(manifest.config), flat_settings(kind())
-    rule = RULES.get(saved["optimizer.name"])
-    for name, default in (rule.defaults if rule else {}).items():
-        if f"optimizer.{name}" in defaults:
-            defaults[f"optimizer.{name}"] = default
-    return defaults | saved
 
 
 def as_set(settings: dict[str, Any], name: str, before: str = "") -> str:

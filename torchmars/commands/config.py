@@ -15,7 +15,6 @@ from torchmars.config.load import (
     config_from_tables,
     config_of,
     load_sources,
-    renamed_sources,
     source_of,
     without_none,
 )
@@ -47,7 +46,7 @@ def main() -> None:
         sources = load_sources(rest, "torchmars config", ShowConfig)
         config = config_of(sources)
         if options.diff is None:
-            rows = [*values_with_sources(config, renamed_sources(sources))]
+            rows = [*values_with_sources(config, sources)]
         else:
             rows = [*other_values(options.diff, config)] or [("nothing differs", "")]
         say(*table(rows))

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchmars.config.history import renewed
 from torchmars.config.optimizer import OptimizerConfig
 from torchmars.config.toml_files import SHIPPED, Tables, read_toml
 from torchmars.core.errors import UserError
@@ -75,7 +74,7 @@ def find_contender(name: str) -> Contender:
             f"--optimizers: {name} has {', '.join(tables)} beside [optimizer]: all else must be "
             "the same for all, so move it to the config"
         )
-    return Contender(name_of(Path(name)), renewed({"optimizer": table}, f"in {name}")["optimizer"])
+    return Contender(name_of(Path(name)), table)
 
 
 def name_of(file: Path) -> str:

@@ -1,11 +1,8 @@
 """comparison.toml: settings that all trials in a folder share, so that they can be compared."""
 
-from pathlib import Path
-
 import tomli
 
 from torchmars.comparison.study import Study
-from torchmars.config.history import renewed, with_heads
 from torchmars.config.load import config_text
 from torchmars.config.toml_files import Tables, flattened, read_toml
 from torchmars.core.errors import UserError
@@ -25,7 +22,7 @@ def check_settings(study: Study) -> Tables:
     Raises `UserError` if the trials in its folder were started with something else.
     """
     file, now = study.folder / SETTINGS_FILE, settings_of(study)
-    before = written(file) if file.exists() else now | {"contenders": {}}
+    before = read_toml(file) if file.exists() else now | {"contenders": {}}
     both = [name for name in before["contenders"] if name in now["contenders"]]
 
     def facts(settings: Tables) -> Tables:
@@ -46,16 +43,6 @@ def check_settings(study: Study) -> Tables:
     return now | {"contenders": before["contenders"] | now["contenders"]}
 
 
-def written(file: Path) -> Tables:
-    """Return the settings in a file, with the names of today. Raises `UserError`."""
-    tables, source = read_toml(file), f"in {file}"
-    contenders = {
-        name: with_heads(renewed({"optimizer": table}, source), False)["optimizer"]
-        for name, table in tables["contenders"].items()
-    }
-    return {"config": renewed(tables["config"], source), "contenders": contenders}
-
-
 def settings_of(study: Study) -> Tables:
     """Return the settings that trials of a study must share, as TOML reads them back."""
     config = tomli.loads(config_text(study.base))
@@ -64,8 +51,5 @@ def settings_of(study: Study) -> Tables:
     for place in FREE:
         section, key = place.split(".")
         kept[section].pop(key, None)
-    contenders = {
-        each.name: with_heads({"optimizer": each.table}, "auto")["optimizer"]
-        for each in study.contenders
-    }
+    contenders = {each.name: each.table for each in study.contenders}
     return {"config": kept | {"checkpoint": initial}, "contenders": contenders}

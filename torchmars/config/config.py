@@ -31,8 +31,6 @@ OF_RANKS = {
     "training.dtype",
     "training.compile",
     "optimizer.matrix_dtype",
-    "optimizer.zero_mean_routers",
-    "optimizer.per_head",
 }
 
 

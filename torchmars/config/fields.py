@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import field, make_dataclass
 from typing import Annotated, Any, TypeVar
 
 from torchmars.core.bounds import Range
@@ -24,14 +24,6 @@ class Mark(enum.Enum):
     REPORTED = "a section whose changes are allowed and listed, since they change what is computed"
     CHANGEABLE = "of a model's settings: another value is the same run"
     NO_SHAPE = "of a model's settings: a whole number that changes the shape of no weight"
-
-
-@dataclass(frozen=True)
-class Was:
-    """The mark of a field that had another name before: files that have that name are read."""
-
-    name: str
-    """An empty one is none."""
 
 
 def with_settings(kind: type[T], settings: Mapping[str, tuple[Any, Any, str]]) -> type[T]:

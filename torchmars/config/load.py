@@ -14,7 +14,6 @@ import tomli_w
 from torchmars.config.checkpoint import HF
 from torchmars.config.config import Config, ResolvedConfig, kind_of
 from torchmars.config.entries import check_tables
-from torchmars.config.history import GONE, check_gone, renamed, renewed_path, without_dropped
 from torchmars.config.model import ModelConfig
 from torchmars.config.plugins import load_plugins, not_loaded
 from torchmars.config.presets import find_sources
@@ -109,7 +108,7 @@ def print_help(args: list[str], prog: str, *options: type) -> None:
                 _, rest = take_options(each, rest)
             sources = sources_in(rest)
             load_named_plugins(sources)
-            kind = kind_for(merged(renamed_sources(sources)))
+            kind = kind_for(merged(sources))
     print_help_if_asked(
         args, f"{prog} [CONFIG.toml ...]", *options, settings=kind, more=DESCRIPTION
     )
@@ -167,17 +166,11 @@ def config_of(sources: list[NamedTables]) -> ResolvedConfig:
 
     Raises `UserError`.
     """
-    sources = renamed_sources(sources)
     check_secrets(merged(sources))
     load_named_plugins(sources)
     config = config_from_sources(sources)
     check_places(config)
     return config
-
-
-def renamed_sources(sources: list[NamedTables]) -> list[NamedTables]:
-    """Return tables with the names of today. Raises `UserError`."""
-    return [(source, renamed(tables, source)) for source, tables in sources]
 
 
 def load_named_plugins(sources: list[NamedTables]) -> None:
@@ -211,10 +204,8 @@ def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
     Raises `UserError`.
     """
     check_tables()
-    sources = renamed_sources(sources)
-    tables, where = without_dropped(merged(sources)), partial(source_of, sources)
-    check_gone(tables, where)
-    return make(kind_for(tables), tables, where).resolve()
+    tables = merged(sources)
+    return make(kind_for(tables), tables, partial(source_of, sources)).resolve()
 
 
 def source_of(sources: list[NamedTables], setting: str) -> str:
@@ -385,9 +376,8 @@ def is_value(arg: str) -> bool:
 
 def read_override(path: list[str], words: list[str]) -> Any:
     """Return the value of the words after an option, as TOML would have it."""
-    gone = GONE.get(".".join(path))
     try:
-        hint = hint_at(Config, renewed_path(path)) if gone is None else type(gone)
+        hint = hint_at(Config, path)
     except KeyError:  # a plugin's, or none: `make` says which name was meant
         hint = Any
     if table_in(hint) is not None:

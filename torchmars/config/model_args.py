@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
-from torchmars.config.fields import Mark, Was
+from torchmars.config.fields import Mark
 
 Sizes = Mapping[str, Mapping[str, Any]]
 
@@ -65,11 +65,9 @@ def family_fields(family: type[ModelArgs]) -> dict[str, tuple[Any, Any]]:
     for each in fields(family):
         if each.name not in COMMON:
             hint, default = hints[each.name], each.default
-            marks = getattr(hint, "__metadata__", ())
+            same_run = Mark.CHANGEABLE in getattr(hint, "__metadata__", ())
             if each.name in given or default is MISSING:
                 hint, default = hint | None, None
-            # Outside, where they are looked for.
-            outside: list[Any] = [mark for mark in marks if isinstance(mark, Was)]
-            outside += [] if Mark.CHANGEABLE in marks else [Mark.IDENTITY]
-            found[each.name] = Annotated[(hint, *outside)] if outside else hint, default
+            # Outside, where it is looked for.
+            found[each.name] = hint if same_run else Annotated[hint, Mark.IDENTITY], default
     return found

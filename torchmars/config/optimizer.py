@@ -3,11 +3,11 @@
 The settings of rules are those that the rules declare (`optim.rules`).
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
-from torchmars.config.fields import Amount, Clip, Mark, Positive, Was, require, with_settings
+from torchmars.config.fields import Amount, Clip, Mark, Positive, require, with_settings
 from torchmars.core.bounds import KeyOf, Range, WordOrFlag
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES, variance_reduced
@@ -26,7 +26,7 @@ def fields_of_rules(*scopes: str) -> dict[str, tuple[Any, Any, str]]:
     settings = {each.name: each for rule in RULES.values() for each in rule.settings}
     return {
         name: (
-            Annotated[types.get(name, value_type(each)) | None, Was(each.was)],
+            types.get(name, value_type(each)) | None,
             None,
             setting_text(each, with_defaults=of_optimizer),
         )
@@ -141,11 +141,6 @@ class OptimizerConfig(NamedRule):
     they are multiplied in float32; input and direction are sent in bfloat16. auto: bfloat16 where
     every rank has instructions for it, else mixed. A run keeps its first choice unless this names
     another."""
-    zero_mean_routers: bool | None = None
-    """Matrix rules: take the mean over experts out of the momentum of softmax routers. Their
-    gradient has none except rounding, of which orthogonalisation would make a step. By default
-    new runs do unless training.router_z_loss is set, whose gradient has one. A run keeps what it
-    began with unless this says otherwise."""
     overlap: bool = True
     """Matrix rules: let the transfers of matrices overlap with the work on others."""
     matrix: GroupConfig = field(default_factory=GroupConfig)
@@ -244,20 +239,3 @@ def set_fields(section: GroupConfig | OptimizerConfig) -> dict[str, Any]:
     """Return the fields of a section that are not None."""
     values = {each.name: getattr(section, each.name) for each in fields(section)}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def as_begun(
-    section: ResolvedOptimizer, router_z_loss: float, saved: dict[str, Any] | None
-) -> ResolvedOptimizer:
-    """Return the section with `zero_mean_routers` and `per_head` as the run began with them.
-
-    Where the config names nothing, they stay as in `saved`, the config of the checkpoint that the
-    run resumes from. A run that is older than `zero_mean_routers` has None.
-    """
-    if section.per_head == "auto" and saved is not None:
-        section = replace(section, **{"per_head": saved["optimizer"].get("per_head", False)})
-    value = section.zero_mean_routers
-    if value is None:
-        value = True if saved is None else saved["optimizer"].get("zero_mean_routers")
-        value = value and not router_z_loss
-    return replace(section, zero_mean_routers=value)

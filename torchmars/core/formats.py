@@ -2,11 +2,8 @@
 
 Such a file names its format, `torchmars-NAME-VERSION`. Its last entry is a checksum: the SHA-256
 of the bytes of the same file without that entry. Whoever checks it need not know the other
-entries. Every version to come keeps both, so that a file of another version is told from a damaged
-one. Every version to come also reads the files of these.
-
-A version may add entries. Readers of the same version ignore those they do not know. Any other
-change makes a new version.
+entries. Every version keeps both, so that a file of another version is told from a damaged one. A
+version reads its own files alone: any change makes a new one.
 """
 
 import hashlib
@@ -31,7 +28,7 @@ CHECKSUM_SIZE = len(b',\n "sha256": ""\n}\n') + 64
 
 
 class OtherVersion(UserError):
-    """A file of a format that this version cannot read. It is not damaged."""
+    """A file that another version wrote. It is not damaged."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Format:
 
     name: str
     version: int
-    """The one that is written and read."""
+    """The only one that is written and read."""
     remedy: str
     """The remedy for a file of another version."""
 

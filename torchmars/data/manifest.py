@@ -142,8 +142,7 @@ def write_manifest(folder: Path, manifest: DataManifest) -> None:
 def read_manifest(folder: Path) -> DataManifest:
     """Return the manifest of `folder`.
 
-    Raises `UserError` if it is damaged, and `OtherVersion` where another version wrote it in a
-    way that this one cannot read.
+    Raises `UserError` if it is damaged, and `OtherVersion` where another version wrote it.
     """
     path = folder / NAME
     try:

@@ -141,8 +141,6 @@ def open_source(
 
 def multipliers_in(folder: PurePath, manifest: CheckpointManifest) -> Multipliers:
     """Return the multipliers of the model of a checkpoint. Raises `UserError`."""
-    if "transfer" not in manifest.config:  # it is older than that
-        return Multipliers()
     config = config_from_tables(manifest.config, f"in {folder}/{MANIFEST}")
     found: Multipliers = build_run_model(config, manifest.vocab_size).args.multipliers
     return found

@@ -23,8 +23,6 @@ class Setting:
     default: Any = None
     scope: Literal["both", "optimizer", "group"] = "both"
     """Who has it: each parameter group, or the optimizer whose groups follow from it, or both."""
-    was: str = ""
-    """The name that configs had for it before, if any: for rules that ship."""
 
     def of(self, default: Any) -> "Setting":
         """Return the same setting with another default."""
@@ -166,8 +164,8 @@ ZERO_MEAN = Flag(
 PER_HEAD = Flag(
     "per_head",
     "Orthogonalise the rows of each head on their own, in the matrices whose heads the model "
-    "declares: those of queries, keys and values. auto: where it declares some, but not in a run "
-    "that began without. A group's own rule changes nothing in this.",
+    "declares: those of queries, keys and values. auto: where it declares some. A group's own "
+    "rule changes nothing in this.",
     False,
     automatic=True,
 )

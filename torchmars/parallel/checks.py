@@ -145,11 +145,6 @@ def check_balance(config: Config, model: Model) -> None:
             f"training.{name} = {coefficient:g} is a loss of experts, which the model does not "
             "have: set model.n_expert, or remove it",
         )
-    require(
-        not (training.router_z_loss and config.optimizer.zero_mean_routers),
-        f"optimizer.zero_mean_routers takes out what training.router_z_loss = "
-        f"{training.router_z_loss:g} pulls at: remove one of them",
-    )
 
 
 def check_qk_clip(config: Config, model: Model) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchmars.checkpoint.folder import checkpoints, folder_of, other_run, step_of
-from torchmars.config.history import renewed, with_heads
 from torchmars.config.toml_files import Tables, read_toml
 from torchmars.core.arguments import as_path
 from torchmars.core.console import say
@@ -160,7 +159,7 @@ def read_run(folder: str | Path) -> Run:
         lacks = f"it has no {CONFIG_FILE}" if folder.exists() else "it does not exist"
         why = path_problem(folder, "folder") or lacks
         raise UserError(f"{folder} is not the folder of a run: {why}: {other_run(folder)}")
-    config = with_heads(renewed(read_toml(file)), False)
+    config = read_toml(file)
     training = config.get("training")
     steps = training.get("steps") if isinstance(training, dict) else None
     if type(steps) is not int or not 0 <= steps < LARGEST:

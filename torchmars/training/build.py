@@ -11,7 +11,6 @@ from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.dtypes import resolve_dtypes
-from torchmars.config.optimizer import as_begun
 from torchmars.core.device import is_gpu
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows
@@ -114,8 +113,6 @@ def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedCo
     native_bfloat16 = layout.agree(lambda: multiplies_bfloat16(weights))
     saved, source = layout.on_first(lambda: saved_and_source(config))
     config = resolve_dtypes(config, device, native_bfloat16, saved)
-    optimizer = as_begun(config.optimizer, config.training.router_z_loss, saved)
-    config = replace(config, optimizer=optimizer)
     compiles = layout.agree(lambda: can_compile(device))
     config = resolve_compile(config, device, compiles, layout.group("tp").size, saved)
     config = replace(config, checkpoint=replace(config.checkpoint, init_from=source))

@@ -28,7 +28,7 @@ def build_optimizer(
     try:
         # Other than by heads, fused weights of our models stay whole, as in the published runs.
         settings = section.settings() | {"split_fused": False}
-        if not section.zero_mean_routers:  # None: of a run that is older than the setting
+        if config.training.router_z_loss:  # its gradient has a mean over experts
             settings["by_role"].setdefault("router", {})["zero_mean"] = False
         groups = param_groups(model, factors=factors_of(model, config.transfer), **settings)
         if weights is not None:

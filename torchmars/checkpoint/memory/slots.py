@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest
+from torchmars.checkpoint.manifest import FORMAT, VERSION, CheckpointManifest
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
 from torchmars.optim.matrices.shapes import Interval
 from torchmars.optim.tensors import local_intervals
 
-COPY_FORMAT = Format("torchmars-copy", 3, "the run resumes from its checkpoint")
+COPY_FORMAT = Format("torchmars-copy", VERSION, "the run resumes from its checkpoint")
 ALIGNMENT = 64  # bytes
 PIECE = 2**24  # bytes of the memory of which a thread computes the checksum
 HEADERS = "rank-*-of-*-[0-9].json"
