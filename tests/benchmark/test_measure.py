@@ -19,7 +19,7 @@ def test_the_run_is_that_of_the_config_without_what_is_no_training(tmp_path):
     config = tiny_config(
         tmp_path,
         **kept,
-        schedule={"name": "wsd", "gamma": "linear", "final_gamma": 0.0, "warmup_steps": 7},
+        schedule={"name": "wsd", "warmup_steps": 7},
         checkpoint={"interval": 5, "init_from": "somewhere", "init_optimizer": True},
         evaluation={"tasks": ["sciq"]},
         validation={"interval": 3, "sample_tokens": 9},

@@ -310,7 +310,6 @@ def test_mistakes_are_named(args, message, capsys):
             "optimizer.groups.rule must be one of",
         ),
         ("[optimizer]\nname = 'muon'\nmode = 'exact'", "optimizer.mode has no meaning"),
-        ("[schedule]\ngamma = 'linear'", "schedule.final_gamma goes with"),
     ],
 )
 def test_mistakes_in_the_file_are_named(tmp_path, toml, message):

@@ -144,20 +144,6 @@ def test_mars_m_of_gamma_1_minus_mu_without_clip_trains_as_muon(tmp_path):
     assert abs(more - muon[:10]).max() > 1e-3
 
 
-def test_gamma_follows_its_schedule(tmp_path):
-    write_text(tmp_path)
-    tables = tiny_tables(
-        tmp_path,
-        training={"steps": 6},
-        optimizer={"gamma": 0.1},
-        schedule={"gamma": "linear", "final_gamma": 0.0},
-    )
-    train(1, tables)
-    corrections = metrics(tables, "train/matrix/correction")
-    assert corrections[1] == 0 and corrections[6] == 0  # no last gradient yet; gamma 0
-    assert all(corrections[step] > 0 for step in range(2, 6))
-
-
 def test_ranks_on_different_cpus_compute_in_one_dtype(tmp_path):
     """The first of two ranks multiplies bfloat16 fast, the other does not."""
     write_text(tmp_path)

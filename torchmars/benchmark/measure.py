@@ -88,9 +88,7 @@ def short_run(config: ResolvedConfig, warmup: int, steps: int, folder: Path) -> 
         run=replace(config.run, name="bench", folder=str(folder)),
         data=replace(config.data, verify="size"),
         training=replace(config.training, steps=warmup + steps),
-        schedule=replace(
-            config.schedule, name="constant", decay_steps=None, gamma="constant", final_gamma=None
-        ),
+        schedule=replace(config.schedule, name="constant", decay_steps=None),
         checkpoint=replace(
             config.checkpoint,
             folder=None,  # not that of the run itself

@@ -24,7 +24,6 @@ from torchmars.config.training import TrainingConfig
 from torchmars.config.transfer import TransferConfig, transfer_section
 from torchmars.config.validation import ValidationConfig
 from torchmars.core.places import place
-from torchmars.optim.rules import variance_reduced
 
 # Settings that the ranks of a run derive where its config leaves them "auto" or unset.
 OF_RANKS = {
@@ -76,10 +75,6 @@ class Config:
             section.check()
         optimizer = self.optimizer.resolve()
         schedule = self.schedule.resolve(self.training.steps)
-        require(
-            schedule.final_gamma is None or variance_reduced(optimizer.name),
-            f'schedule.gamma has no meaning for optimizer.name = "{optimizer.name}": remove it',
-        )
         require(
             schedule.min_lr <= optimizer.lr,
             f"schedule.min_lr = {schedule.min_lr} is above optimizer.lr = {optimizer.lr}: "

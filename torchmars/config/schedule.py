@@ -1,4 +1,4 @@
-"""Learning rate and gamma as functions of the step."""
+"""The learning rate as a function of the step."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,18 +19,9 @@ class ScheduleConfig:
     """wsd: steps of the final decay. Default: a fifth of the run."""
     min_lr: Amount = 0.0
     """Learning rate at the end of the decay, an absolute value."""
-    gamma: Literal["constant", "linear", "cosine"] = "constant"
-    """How MARS's gamma goes from optimizer.gamma to final_gamma over the run."""
-    final_gamma: Amount | None = None
-    """gamma at the last step, for a linear or cosine schedule of it."""
 
     def check(self) -> None:
         """Raise `UserError` for settings that do not go together."""
-        require(
-            (self.gamma == "constant") == (self.final_gamma is None),
-            'schedule.final_gamma goes with schedule.gamma = "linear" or "cosine": '
-            "set both or neither",
-        )
         require(
             self.name == "wsd" or self.decay_steps is None,
             f'schedule.decay_steps has no meaning for schedule.name = "{self.name}": remove it',

@@ -226,8 +226,7 @@ FIXED = ("rule", *(each.name for each in MATRIX_SETTINGS))
 # Of the rules that reduce the variance of the gradient.
 GAMMA = Number(
     "gamma",
-    "Strength of the variance reduction. For mars-adamw 0.025 to 0.05 works best. "
-    "For a schedule see schedule.gamma.",
+    "Strength of the variance reduction. For mars-adamw 0.025 to 0.05 works best.",
     0.025,
 )
 GAMMA_NEXT = Number(

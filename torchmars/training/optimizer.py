@@ -9,7 +9,7 @@ from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.models import Model
 from torchmars.models.base import factors_of
-from torchmars.optim import MARS, between, lr_factor, param_groups
+from torchmars.optim import MARS, lr_factor, param_groups
 from torchmars.parallel.layout import Layout
 
 
@@ -50,14 +50,14 @@ def build_optimizer(
 
 
 class Schedule:
-    """Sets the learning rate and gamma of every group, in proportion to their first values."""
+    """Sets the learning rate of every group, in proportion to its first value."""
 
     def __init__(self, config: ResolvedConfig, optimizer: MARS) -> None:
         self.config, self.optimizer = config, optimizer
-        self.began = [(group["lr"], group["gamma"]) for group in optimizer.param_groups]
+        self.began = [group["lr"] for group in optimizer.param_groups]
 
     def apply(self, step: int) -> float:
-        """Set the hyperparameters of step number `step`, from 1; return the peak rate's value."""
+        """Set the rates of step number `step`, from 1; return the peak rate's value."""
         config, total = self.config.schedule, self.config.training.steps
         peak = self.config.optimizer.lr
         factor = lr_factor(
@@ -68,11 +68,6 @@ class Schedule:
             warmup_steps=config.warmup_steps,
             decay_steps=config.decay_steps,
         )
-        for group, (lr, gamma) in zip(self.optimizer.param_groups, self.began):
+        for group, lr in zip(self.optimizer.param_groups, self.began):
             group["lr"] = lr * factor
-            if config.final_gamma is not None:
-                group["gamma"], group["gamma_next"] = (
-                    between(each, total, gamma, config.final_gamma, config.gamma)
-                    for each in (step, step + 1)
-                )
         return peak * factor
