@@ -196,29 +196,6 @@ def test_not_at_the_end(tables):
     assert steps_kept(tables) == [2, 4]
 
 
-def train_by_the_clock(tables):
-    """Train with a clock by which each step takes a minute."""
-
-    def change(trainer):
-        saver, train_step, steps = trainer.checkpointer.saver, trainer.train_step, []
-        saver.clock, saver.saved_at = lambda: 60.0 * len(steps), 0.0
-
-        def step():
-            steps.append(None)
-            return train_step()
-
-        trainer.train_step = step
-
-    listen_here(tables, change)
-
-
-def test_by_the_clock(tables):
-    tables["checkpoint"] |= {"interval": 0, "interval_minutes": 7}
-    tables["training"]["steps"] = 23
-    run_ranks(train_by_the_clock, 2, tables)
-    assert steps_kept(tables) == [7, 14, 21, 23]
-
-
 def write_after_another_took_over(tables):
     """Train on after another process has taken the run; what it says, and what changed."""
     config = config_from_tables(tables, "in a test")

@@ -322,7 +322,7 @@ MEANT = """
 schedule.decay schedule.name, schedule.type schedule.name, schedule.lr optimizer.lr,
 schedule.steps training.steps, schedule.warmup schedule.warmup_steps,
 checkpoint.every checkpoint.interval, checkpoint.dir checkpoint.folder,
-checkpoint.minutes checkpoint.interval_minutes, validation.every validation.interval,
+validation.every validation.interval,
 validation.steps validation.windows, evaluation.every evaluation.interval,
 metrics.every metrics.log_interval, metrics.project metrics.wandb_project,
 metrics.wandb_run_name run.name, data.folder data.path, data.dataset data.source,

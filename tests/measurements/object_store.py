@@ -2,7 +2,7 @@
 
     python -m tests.measurements.object_store [MIB] [STAGING_MIB]
 
-MIB (1024) is the size of the state, in 16 tensors, STAGING_MIB (1024) is checkpoint.staging_mib.
+MIB (1024) is the size of the state, in 16 tensors, STAGING_MIB (1024) of them may wait on the disk.
 The store is moto's server on the loopback, in a process of its own. One rank writes the state, and
 verifies and reads it; boto3 uploads and downloads the same files, one after the other, with its own
 settings. In each of 3 rounds the ways take turns. It prints medians: seconds, the rate, the time in

@@ -93,7 +93,6 @@ def short_run(config: ResolvedConfig, warmup: int, steps: int, folder: Path) -> 
             config.checkpoint,
             folder=None,  # not that of the run itself
             interval=0,
-            interval_minutes=0.0,
             at_end=False,
             init_from=None,
             init_optimizer=False,

@@ -27,6 +27,7 @@ from torchmars.storage.storage import Storage
 # Seconds after which a thread that runs Python gives way to another that wants to, during a save.
 # docs/benchmarks.md has the time that training loses to a save.
 SWITCH_INTERVAL = 1e-4
+STAGED = 2**30  # bytes that each rank may have on its way to an object store, in TMPDIR
 
 
 @contextlib.contextmanager
@@ -56,7 +57,6 @@ class Saver:
         owned: OwnedFolders,
         record: Callable[..., None],
         deleted: Callable[[int, PurePath], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`folder` is the run's folder of checkpoints; `owned` names those it may write in.
 
@@ -69,14 +69,13 @@ class Saver:
         # A save's collectives run beside the training's. They need a group of their own: in one
         # group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
-        self.tensors = TensorWriter(self.layout, config.staging_mib * 2**20)
+        self.tensors = TensorWriter(self.layout, STAGED)
         self.retention = Retention(config, folder, owned.check, self.layout.say)
         self.staging = Staging(layout.device)
         self.thread: threading.Thread | None = None
         self.error: str | None = None
         self.lost = False  # one of the folders
         self.failures = 0
-        self.clock, self.saved_at = clock, clock()
 
     @property
     def storage(self) -> Storage:
@@ -88,14 +87,6 @@ class Saver:
         """The name of the process group that saves use."""
         return self.layout.control.group_name
 
-    def overdue(self) -> bool:
-        """Return whether checkpoint.interval_minutes have passed since the last save.
-
-        The first rank's clock counts: it is False on every other rank.
-        """
-        seconds = 60 * self.config.interval_minutes
-        return self.layout.first and 0 < seconds <= self.clock() - self.saved_at
-
     def save(self, manifest: CheckpointManifest, state: dict[str, Tensor]) -> float:
         """Begin to save `state`, or save it if saves are not asynchronous.
 
@@ -104,7 +95,6 @@ class Saver:
         """
         began = time.perf_counter()
         self.wait()
-        self.saved_at = self.clock()
         if self.config.async_save:
             copies, complete = self.staging.copy(state)
 

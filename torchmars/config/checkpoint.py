@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from torchmars.config.fields import Amount, Count, Positive, require
+from torchmars.config.fields import Count, Positive, require
 from torchmars.core.bounds import Place
 
 HF = "hf:"  # begins the name of a folder of transformers, or of a model of the hub
@@ -30,14 +30,10 @@ class CheckpointConfig:
     folder: Annotated[str, Place(stores=True)] | None = None
     """Where checkpoints are kept: a folder, or one of an object store, as s3://BUCKET/RUN, of this
     run alone. Default: checkpoints in the run's own folder."""
-    staging_mib: Positive = 1024
-    """MiB of files that each rank may have on its way to an object store, in TMPDIR."""
     interval: Count = 100
     """Steps between checkpoints. 0: only at the end."""
     at_end: bool = True
     """Save the run when it is complete. false is for runs whose weights nobody needs."""
-    interval_minutes: Amount = 0.0
-    """Also save once this many minutes have passed since the last save. 0: never."""
     async_save: bool = True
     """Train on while a checkpoint is written. Takes memory for a copy of weights and optimizer
     state on the host."""

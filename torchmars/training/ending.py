@@ -20,8 +20,6 @@ class StepFlags:
 
     stop: bool
     """A signal asked for the end."""
-    overdue: bool
-    """A save is due by the clock."""
     changed: bool
     """The data have changed."""
     gone: bool

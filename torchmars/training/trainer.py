@@ -119,10 +119,8 @@ class Trainer:
                         self.validate()
                     if self.due(config.evaluation.interval):
                         self.evaluate()
-                saved = (
-                    (ending is not None and ending.save)
-                    or flags.overdue
-                    or self.due(config.checkpoint.interval, config.checkpoint.at_end)
+                saved = (ending is not None and ending.save) or self.due(
+                    config.checkpoint.interval, config.checkpoint.at_end
                 )
                 if saved:
                     self.save()
@@ -204,7 +202,6 @@ class Trainer:
         """
         flags = StepFlags(
             stop=self.signal is not None,
-            overdue=self.checkpointer.saver.overdue(),
             changed=self.loader.changed is not None,
             gone=self.layout.first and is_gone(self.config.run.lock),
             regroup=process.note(process.REGROUP) is not None,
