@@ -213,22 +213,20 @@ def test_long_documents_are_cut_at_line_ends(tmp_path):
 def test_a_split_that_gets_no_document_gets_the_end_of_the_stream(
     tmp_path, capsys, count, fraction
 ):
-    """Also where all documents fall into validation, as some seed has it."""
-    (tmp_path / "a.txt").write_text(
-        "\n<|endoftext|>\n".join(["abcde" * 100, "fghij" * 100][:count])
-    )
+    """Also where all documents fall into validation, as some texts have it."""
     empty = set()
-    for seed in range(4):
-        path = str(tmp_path / f"{seed}")
+    for number in range(4):
+        texts = [f"abcd{number}" * 100, f"fbcd{number}" * 100][:count]
+        (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(texts))
+        path = str(tmp_path / f"{number}")
         config = DataConfig(f"text:{tmp_path}/a.txt", path=path, validation_fraction=fraction)
-        config = replace(config, validation_seed=seed).resolve()
-        manifest = prepare_task(config, 0, 1, SIZES)
+        manifest = prepare_task(config.resolve(), 0, 1, SIZES)
         check_shards(manifest, Path(path))
         train, validation = manifest.splits["train"], manifest.splits["validation"]
         assert train.tokens + validation.tokens == 501 * count + (count - 1)
         assert train.documents >= 1 and validation.documents >= 1
         if "to split by document" in capsys.readouterr().out:
-            empty.add(seed)
+            empty.add(number)
             assert validation.tokens == max(1, int((502 * count - 1) * fraction))
     assert len(empty) == 4 if count == 1 or fraction < 0.5 else 0 < len(empty) < 4
 

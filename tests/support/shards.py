@@ -35,7 +35,6 @@ def write_shards(
         )
         writer.add(TextBlock([], (0, 0, 0), 0), encoded)
     writer.close(0)
-    splits, seed = writer.progress.splits, config.validation_seed
-    manifest = make_manifest(config, tokenizer, splits, dtype, seed)
+    manifest = make_manifest(config, tokenizer, writer.progress.splits, dtype)
     write_manifest(folder, manifest)
     return manifest

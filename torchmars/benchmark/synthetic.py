@@ -38,5 +38,5 @@ def write_random_shards(data: ResolvedData, tokens: int, folder: Path) -> Resolv
         shard = Shard(file, drawn.size, digest)
         splits[name] = Split(drawn.size, documents, largest, [shard])
     random = replace(data, source="stdlib", files=[], mixture=[], path=str(folder))
-    write_manifest(folder, make_manifest(random, tokenizer, splits, dtype, data.validation_seed))
+    write_manifest(folder, make_manifest(random, tokenizer, splits, dtype))
     return random

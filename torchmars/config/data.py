@@ -61,8 +61,6 @@ class DataConfig:
     """[[data.mixture]] tables: several corpora, with weights. In TOML only."""
     validation_fraction: Annotated[float, Range(0, 0.5, open_low=True)] = 0.01
     """Share of the documents kept for validation: those whose hash falls below it."""
-    validation_seed: Count = 0
-    """Key of that hash."""
     max_damaged: Count = 100
     """Damaged records that are left out. One more ends the preparation."""
     processes: Positive | None = None

@@ -21,7 +21,7 @@ from torchmars.data.rows import check_columns
 
 NAME = "plan.json"
 ARRAY = "plan.json.array"
-SETTINGS = ("source", "files", "tokenizer", "validation_fraction", "validation_seed")
+SETTINGS = ("source", "files", "tokenizer", "validation_fraction")
 
 
 @dataclass

@@ -56,7 +56,7 @@ def finish_folder(
         write_durably(partial / DAMAGED, "".join(damaged))
         say(f"left out {damage_in_words(damaged)}; all are in {DAMAGED} of {config.path}")
     sources.write_sources(partial, plan)
-    manifest = make_manifest(config, tokenizer, splits, dtype, config.validation_seed, text_bytes)
+    manifest = make_manifest(config, tokenizer, splits, dtype, text_bytes)
     write_manifest(partial, manifest)
 
 

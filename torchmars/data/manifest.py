@@ -28,7 +28,7 @@ from torchmars.data.tokenizer import TokenDtype, Tokenizer, VocabularySize
 NAME = "manifest.json"
 FORMAT = Format(
     "torchmars-shards",
-    4,
+    5,
     "use the version of torchmars that wrote it, or set data.path to a new folder",
 )
 SPLITS = ("train", "validation")
@@ -80,8 +80,6 @@ class DataManifest:
     validation_fraction: float
     tokenizer_sha256: str | None
     """Of the file that the tokenizer was read from; None for one that has a name."""
-    validation_seed: int | None
-    """Of the hash that documents were split by; None for another program's tokens."""
     text_bytes: dict[str, Annotated[int, Range(0, 10**16)]]
     """Of the documents of each split, in UTF-8; empty for another program's tokens."""
     end_of_text: Annotated[int, Range(0, 2**32 - 1)]
@@ -105,12 +103,10 @@ def make_manifest(
     tokenizer: Tokenizer,
     splits: dict[str, Split],
     dtype: TokenDtype,
-    validation_seed: int | None = None,
     text_bytes: dict[str, int] | None = None,
 ) -> DataManifest:
     """Return the manifest of shards that were made for `config`.
 
-    `validation_seed` is the key of the hash that documents were split by; None if by none.
     `text_bytes` are counted for each split, if at all.
     """
     return DataManifest(
@@ -122,7 +118,6 @@ def make_manifest(
         dtype,
         config.validation_fraction,
         tokenizer.sha256,
-        validation_seed,
         text_bytes or {},
         tokenizer.end_of_text,
         tokenizer.begin_token,
@@ -177,9 +172,9 @@ def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> 
     """Raise `UserError` if `folder` was made from something else than the config asks for."""
     if manifest.tokenizer_sha256 is not None:
         check_same_tokenizer(manifest, config, folder)
-    for key in ("tokenizer", "source", "files", "validation_fraction", "validation_seed"):
+    for key in ("tokenizer", "source", "files", "validation_fraction"):
         found, wanted = getattr(manifest, key), getattr(config, key)
-        unknown = key == "files" and not wanted or key == "validation_seed" and found is None
+        unknown = key == "files" and not wanted
         unknown |= key == "tokenizer" and manifest.tokenizer_sha256 is not None
         if found != wanted and not unknown:
             raise UserError(

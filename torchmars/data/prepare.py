@@ -186,7 +186,6 @@ def make_encoder(config: ResolvedData, sizes: Sizes) -> Encoder:
         source.field,
         config.tokenizer,
         config.validation_fraction,
-        config.validation_seed,
         smallest_dtype(load_tokenizer(config.tokenizer).vocab_size),
         sizes.document,
         config.begin_token,
