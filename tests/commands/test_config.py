@@ -24,13 +24,13 @@ def test_each_value_has_where_it_is_from_and_reads_back(printed, tmp_path):
     file = tmp_path / "small.toml"
     file.write_text(
         'training.steps = 4\ndata.mixture = [{source = "text:a, ]*", weight = 2}]\n'
-        'metrics.wandb_tags = ["a, ]", "b"]\n'
+        'evaluation.tasks = ["a, ]", "b"]\n'
     )
     options = ("--optimizer.betas", "0.8,0.9")
     lines = printed(file, *options)
     assert lines["training.steps"] == ("training.steps = 4", f"# in {file}")
     assert lines["optimizer.betas"] == ("optimizer.betas = [0.8, 0.9]", "# on the command line")
-    assert lines["metrics.wandb_tags"][0] == 'metrics.wandb_tags = ["a, ]", "b"]'
+    assert lines["evaluation.tasks"][0] == 'evaluation.tasks = ["a, ]", "b"]'
     assert lines["run.plugins"][0] == "run.plugins = []"
     assert lines["training.z_loss"] == ("training.z_loss = 0.0", "# default")
     assert lines["optimizer.gamma"] == ("optimizer.gamma = 0.025", "# follows from others")

@@ -175,13 +175,12 @@ def server(request, alone, monkeypatch):
 def test_a_killed_run_is_one_at_wandb(alone, server, capsys):
     """It is killed twice: before its first checkpoint, and two steps after one."""
     write_text(alone)
-    labels = {"wandb_entity": "our-team", "wandb_tags": ["mars", "tiny"]}
     tables = tiny_tables(
         alone,
         training={"steps": 6},
         checkpoint={"interval": 3},
         validation={"interval": 2, "windows": 4},
-        metrics={"wandb": True, **labels},
+        metrics={"wandb": True},
     )
     server.train(tables, killed_at=2)
     server.train(tables, killed_at=5)
@@ -192,7 +191,6 @@ def test_a_killed_run_is_one_at_wandb(alone, server, capsys):
     assert len(rows) == len(set(rows)) and (6, "validation/loss") in rows
     for given in server.settings:
         assert (given["id"], given["resume"], given["name"]) == (id, "allow", "tiny")
-        assert (given["entity"], given["tags"]) == ("our-team", ["mars", "tiny"])
     server.train(tables | {"run": tables["run"] | {"name": "another"}})
     assert len(server.rows) == 2
 
@@ -231,12 +229,6 @@ def test_the_id_of_wandbs_own_launcher_wins(alone, server, monkeypatch):
     used(config)
     assert [*server.rows][1:] == ["of-a-sweep"]
     assert [step for step, _ in server.rows["of-a-sweep"]] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("tag", ["", "x" * 65])
-def test_a_tag_that_wandb_refuses(alone, tag):
-    with pytest.raises(UserError, match=r"metrics\.wandb_tags.* 1 to 64 characters"):
-        tiny_config(alone, metrics={"wandb_tags": ["mars", tag]})
 
 
 def netrc_of(host, login="user"):

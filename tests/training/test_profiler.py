@@ -15,7 +15,6 @@ from torchmars import train as rank
 from torchmars.cluster import connection
 from torchmars.cluster.failures import FALLOUT_MESSAGE
 from torchmars.config import ProfilerConfig
-from torchmars.core.errors import UserError
 from torchmars.training.profiler import Profiler
 
 
@@ -75,20 +74,20 @@ class Place:
         rank = 1
 
 
-def test_snapshots_of_a_gpu(tmp_path, monkeypatch, capsys):
+def test_a_snapshot_of_a_gpu(tmp_path, monkeypatch, capsys):
     calls = []
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(memory, "_dump_snapshot", lambda file: Path(file).touch())
-    config = ProfilerConfig(memory=True, memory_step=2)
+    config = ProfilerConfig(memory=True)
     with pytest.raises(torch.OutOfMemoryError), Profiler(config, tmp_path, Place()) as profiler:
         for number in (1, 2, 3):
             with profiler.step(number):
                 if number == 3:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
-    names = ["memory-out-of-memory-rank-1.pickle", "memory-step-2-rank-1.pickle"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == names
-    assert capsys.readouterr().out == f"profile   {tmp_path}/{names[0]}\n"
+    [file] = tmp_path.iterdir()
+    assert file.name == "memory-out-of-memory-rank-1.pickle"
+    assert capsys.readouterr().out == f"profile   {file}\n"
     assert list(calls[0]) == ["max_entries"] and calls[1:] == [{"enabled": None}]
 
 
@@ -100,11 +99,6 @@ def test_a_run_that_goes_on_after_the_trace_says_so(tmp_path, monkeypatch, capsy
                 pass
     wanted = "profile   no trace: this run continues with step 5, after profiler.start = 3\n"
     assert capsys.readouterr().out == wanted and not list(tmp_path.iterdir())
-
-
-def test_a_memory_step_needs_the_record():
-    with pytest.raises(UserError, match="profiler.memory_step has no meaning without"):
-        ProfilerConfig(memory_step=3).check()
 
 
 def test_memory_that_does_not_suffice_is_one_line(tmp_path, monkeypatch, capsys):

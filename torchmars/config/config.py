@@ -70,7 +70,6 @@ class Config:
             self.schedule,
             self.parallelism,
             self.checkpoint,
-            self.profiler,
         ):
             section.check()
         optimizer = self.optimizer.resolve()

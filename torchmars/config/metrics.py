@@ -1,24 +1,8 @@
 """The reports of a run, and where they go."""
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass
 
 from torchmars.config.fields import Positive
-from torchmars.core.bounds import Bounds
-
-
-@dataclass(frozen=True)
-class Tag(Bounds):
-    """Bounds of a text that Weights & Biases takes as a tag."""
-
-    def check(self, value: str) -> str:
-        """Return such a text. Raises `ValueError` for another one."""
-        if not 1 <= len(value) <= 64:
-            raise ValueError(f"must be a tag of 1 to 64 characters, got {value!r}")
-        return value
-
-
-Tags = list[Annotated[str, Tag()]]
 
 
 @dataclass(frozen=True)
@@ -35,8 +19,4 @@ class MetricsConfig:
     wandb: bool = False
     """Also log to Weights & Biases. WANDB_MODE=offline keeps it on this machine."""
     wandb_project: str = "torchmars"
-    """W&B project."""
-    wandb_entity: str | None = None
-    """W&B team or user that the project is of. Default: your account's own."""
-    wandb_tags: Tags = field(default_factory=list)
-    """W&B tags of the run. Its name there is run.name."""
+    """W&B project. WANDB_ENTITY names its team, WANDB_TAGS the run's tags."""

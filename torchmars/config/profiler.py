@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchmars.config.fields import Count, Positive, require
+from torchmars.config.fields import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,3 @@ class ProfilerConfig:
     """Steps of the trace."""
     memory: bool = False
     """Record what allocates memory on GPUs. A rank that runs out of it writes a snapshot."""
-    memory_step: Count = 0
-    """With memory: every rank writes a snapshot after this step too. 0: none."""
-
-    def check(self) -> None:
-        """Raise `UserError` for settings that do not go together."""
-        require(
-            self.memory or not self.memory_step,
-            "profiler.memory_step has no meaning without profiler.memory: set that too",
-        )

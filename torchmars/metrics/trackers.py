@@ -85,8 +85,6 @@ class WeightsAndBiases:
         self._keep()
         self.run = wandb.init(
             project=config.metrics.wandb_project,
-            entity=config.metrics.wandb_entity,
-            tags=config.metrics.wandb_tags or None,
             id=self.id,
             resume="allow",
             name=config.run.name,

@@ -40,7 +40,8 @@ class Profiler:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self.records_memory:
             if isinstance(error, torch.OutOfMemoryError):  # its allocations still exist
-                self._write_snapshot("out-of-memory", everywhere=False)
+                write = self.device_module.memory._dump_snapshot
+                self._write("memory-out-of-memory", "pickle", write, everywhere=False)
             self.device_module.memory._record_memory_history(enabled=None)
         self._end_trace()
 
@@ -62,8 +63,6 @@ class Profiler:
             self.trace.step()
             if number >= self.last:
                 self._end_trace()
-        if self.records_memory and number == self.config.memory_step:
-            self._write_snapshot(f"step-{number}", everywhere=True)
 
     def _begin_trace(self, number: int) -> None:
         """Begin to trace with step `number`, if the trace has not begun."""
@@ -83,10 +82,6 @@ class Profiler:
     def _write_trace(self, trace: profile) -> None:
         name = f"steps-{self.config.start}-to-{self.last}"
         self._write(name, "json.gz", trace.export_chrome_trace, everywhere=True)
-
-    def _write_snapshot(self, name: str, everywhere: bool) -> None:
-        write = self.device_module.memory._dump_snapshot
-        self._write(f"memory-{name}", "pickle", write, everywhere)
 
     def _write(
         self, name: str, suffix: str, write: Callable[[str], None], everywhere: bool
