@@ -455,7 +455,7 @@ def test_what_makes_a_run_the_same_run_is_marked():
     shape |= {*latent_shape}
     latent = {*latent_shape, "n_group", "topk_group", "rope_interleave", "rope_logit_factor"}
     latent = {f"model.{name}" for name in latent}
-    transfer = {f"transfer.{name}" for name in ("size", "depth", "decay", "embedding", *shape)}
+    transfer = {f"transfer.{name}" for name in ("size", "depth", "decay", *shape)}
     assert {*identity_fields()} == transfer | latent | {
         "run.seed",
         "model.name",

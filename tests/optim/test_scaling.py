@@ -96,17 +96,17 @@ def test_factors_by_hand_where_all_grows_and_kv_heads_and_experts_stay(rule):
         assert found[name]["eps"] == pytest.approx(1 / 3 if has_eps else 1), name
 
 
-def test_eps_depth_and_the_rate_of_embeddings_follow_the_table():
+def test_eps_and_depth_follow_the_table():
     large, base = Own(10, 192, 384), Own(2, 64, 128)
     for depth, rate, power in (("1/L", 1, 1), ("1/sqrt(L)", 5**-0.5, 0.5), ("none", 1, 0)):
-        found = settings_of("adamw", large, base, depth=depth, decay="coupled", embedding=0.5)
+        found = settings_of("adamw", large, base, depth=depth, decay="coupled")
         matrix, norm = found["blocks.9.attn.proj.weight"], found["blocks.9.norm.weight"]
         assert matrix["lr"] == pytest.approx(rate / 3) and norm["lr"] == pytest.approx(rate)
         assert matrix["weight_decay"] == 1
         assert matrix["eps"] == norm["eps"] == pytest.approx(1 / 3 / 5**power)
         assert found["norm.weight"]["lr"] == 1  # of no block
         assert found["norm.weight"]["eps"] == pytest.approx(1 / 3)
-        assert found["tokens.weight"]["lr"] == pytest.approx(3**-0.5)
+        assert found["tokens.weight"]["lr"] == 1
         factors = transfer_factors(large, base, depth=depth)
         expected = {"logits": 1 / 3, "residual": 5**-power, "attention": 1}
         assert factors.multipliers == pytest.approx(expected)
@@ -238,9 +238,8 @@ def test_refusals_name_the_parameter_and_the_remedy():
     for depth in ("1/L", "1/sqrt(L)"):
         with pytest.raises(ValueError, match=f"{re.escape(depth)}.* Linear has no module of numb"):
             transfer_factors(flat, flat, depth=depth)
-    for option, value in (("embedding", "half"), ("embedding", -1), ("decay", None)):
-        with pytest.raises(ValueError, match=f"^{option} must be "):
-            transfer_factors(base, base, **{option: value})
+    with pytest.raises(ValueError, match="^decay must be "):
+        transfer_factors(base, base, decay=None)
     with pytest.raises(ValueError, match="depth must be one of none, "):
         transfer_factors(base, base, depth="L")
     with pytest.raises(ValueError, match=r"factors has no parameter 'more\.weight'"):

@@ -15,7 +15,7 @@ from torchmars.core.errors import EXIT_STOPPED, Ended, UserError, exit_on_user_e
 from torchmars.core.options import words
 
 PROG = "torchmars transfer"
-# A base, which the smallest size replaces: so depth, decay and embedding may be set without one.
+# A base, which the smallest size replaces: so depth and decay may be set without one.
 BASE = {"transfer": {"size": "smallest"}}
 
 
@@ -23,8 +23,8 @@ BASE = {"transfer": {"size": "smallest"}}
 class CheckTransfer(TrialOptions):
     """Check that learning rates of a small model hold for larger ones.
 
-    The smallest size is the base, whichever [transfer] names, of which depth, decay and embedding
-    stay. Every size is trained at every rate. Prints and writes the best rate of each
+    The smallest size is the base, whichever [transfer] names, of which depth and decay stay.
+    Every size is trained at every rate. Prints and writes the best rate of each
     size, and a plot with a line for each. Whatever ends it, the same command resumes.
     """
 

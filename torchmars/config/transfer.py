@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from torchmars.config.fields import Mark, require, with_settings
 from torchmars.config.model import INSTEAD, OWN, fields_of_families, plugins_family
 from torchmars.config.model_args import ModelArgs
-from torchmars.core.bounds import Range
 
-NOT_SHAPE = ("size", "depth", "decay", "embedding")
+NOT_SHAPE = ("size", "depth", "decay")
 
 
 def is_whole(hint: Any) -> bool:
@@ -57,9 +56,6 @@ class TransferConfig:
     decay: Annotated[Literal["kept", "coupled"], Mark.IDENTITY] = "kept"
     """kept: a tensor whose rate falls has more weight decay, so that their product stays. coupled:
     optimizer.weight_decay as it is, so that the product falls with the rate."""
-    embedding: Annotated[Annotated[float, Range(0, 1)], Mark.IDENTITY] = 0.0
-    """The rate of embeddings falls by the width's ratio to this power. 0.5 for large
-    vocabularies."""
 
     def shape(self) -> dict[str, int]:
         """Return the fields of the base's shape that are set."""

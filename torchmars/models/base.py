@@ -55,11 +55,10 @@ def factors_of(model: Model, transfer: TransferConfig) -> TransferFactors | None
     base = base_of(model, transfer)
     # A class that derives from a family may have blocks of its own: it says itself what it applies.
     applied = vars(type(model)).get("multipliers", Model.multipliers)
-    how = {"depth": transfer.depth, "decay": transfer.decay}
     try:
         with warnings.catch_warnings(action="ignore"):  # plan warns of it
             factors = transfer_factors(
-                model, base, embedding=transfer.embedding, applied=applied, **how
+                model, base, depth=transfer.depth, decay=transfer.decay, applied=applied
             )
     except ValueError as error:
         raise UserError(f"transfer: {error}") from None

@@ -19,7 +19,7 @@ from torchmars.optim.fused import WRAPPERS, cut_of, heads_of
 from torchmars.optim.matrices.shapes import MatrixShape
 from torchmars.optim.roles import roles
 from torchmars.optim.rules import RULES
-from torchmars.optim.settings import CUT, Choice, Number, Settings
+from torchmars.optim.settings import CUT, Choice, Settings
 
 # The power of the number of blocks, over the base's, that divides what each block adds.
 DEPTHS = {"none": 0.0, "1/sqrt(L)": 0.5, "1/L": 1.0}
@@ -100,7 +100,6 @@ class TransferFactors:
     depth: float
     """One of the values of `DEPTHS`."""
     decay: str
-    embedding: float
 
     def of(
         self, name: str, parameter: Tensor, role: str, settings: Settings, cut: Settings
@@ -118,9 +117,7 @@ class TransferFactors:
                 f"has {list(parameter.shape)}: make them of this model"
             )
         lr, eps = 1.0, 1 / twin.width
-        if role == "embedding":
-            lr = twin.width**-self.embedding
-        elif role in ("matrix", "router", "convolution"):
+        if role in ("matrix", "router", "convolution"):
             pieces = twin.pieces({key: settings[key] for key in CUT if key in settings}, cut)
             lr = min(rule.lr_factor(*each) for each in pieces)
             (_, inputs), (_, of_base) = pieces[0]
@@ -138,7 +135,6 @@ def transfer_factors(
     *,
     depth: str = "none",
     decay: str = "kept",
-    embedding: float = 0.0,
     applied: Sequence[str] | None = None,
 ) -> TransferFactors:
     """Return what lets `model` take the learning rates that were tuned on `base`.
@@ -155,7 +151,6 @@ def transfer_factors(
             as many blocks as the base has.
         decay: "kept" raises weight decay where lr falls, so that their product stays; "coupled"
             leaves it.
-        embedding: the lr of embeddings falls by the width's ratio to this power.
         applied: the multipliers that the model applies, by name. None: those that its attribute
             `multipliers` names.
 
@@ -163,7 +158,7 @@ def transfer_factors(
     that is not 1, for a parameter that the base has not, or with another number of dims, and for a
     `depth` of a model without blocks.
     """
-    _check(model, base, depth, decay, embedding)
+    _check(model, base, depth, decay)
     blocks, count = _blocks(model)
     layers = max(count, 1) / max(_blocks(base)[1], 1)
     ours, theirs = _Parameters(model), _Parameters(base)
@@ -187,16 +182,15 @@ def transfer_factors(
                 f"{type(model).__name__} does not say that it applies the multiplier {name!r}, "
                 f"here {value:g}: let it, and name it in its attribute multipliers"
             )
-    return TransferFactors(multipliers, std, twins, layers, DEPTHS[depth], decay, embedding)
+    return TransferFactors(multipliers, std, twins, layers, DEPTHS[depth], decay)
 
 
-def _check(model: nn.Module, base: nn.Module, depth: str, decay: str, embedding: float) -> None:
+def _check(model: nn.Module, base: nn.Module, depth: str, decay: str) -> None:
     """Refuse what `transfer_factors` cannot take, and warn of a base that is larger."""
     check_module(model, "model")
     check_module(base, "base")
     Choice("depth", "", names=(*DEPTHS,)).check(depth)
     Choice("decay", "", names=("kept", "coupled")).check(decay)
-    Number("embedding", "").check(embedding)
     if depth != "none" and not _blocks(model)[1]:
         raise ValueError(
             f'depth = "{depth}" has no meaning: {type(model).__name__} has no module of numbered '
