@@ -1,6 +1,7 @@
 """Saves on a disk that is full, read-only or gone: told in one line, and nothing good is lost."""
 
 import contextlib
+import io
 import os
 import subprocess
 from pathlib import Path
@@ -121,6 +122,24 @@ def test_a_full_disk(tables, tmp_path):
         LOCAL.delete(found[0])
         assert "error" not in listen(2, tables | {"checkpoint": {"interval": 0}})
         assert steps_kept(tables) == [4, 12]
+
+
+def hear_all(tables):
+    """What a run says on stdout and on stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        return listen_here(tables), err.getvalue()
+
+
+@needs_mount
+@pytest.mark.parametrize("left", ["", "step-00000001.partial"])
+def test_a_first_save_that_fails_is_no_folder_that_was_deleted(tables, tmp_path, left):
+    """Whether or not a start that crashed has left the half of a checkpoint there."""
+    folder = run_folder_of(tables) / "checkpoints"
+    with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=640k", "none"):
+        (folder / left).mkdir(parents=True)
+        ((out, err),) = run_ranks(hear_all, 1, tables)
+    assert out.count("could not be written: No space left on device") == 4
+    assert "tokenising" in err and "deleted or moved" not in err
 
 
 @needs_mount

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from torch import Tensor
 
-from torchmars.checkpoint.folder import checkpoints, leftovers, step_folder
+from torchmars.checkpoint.folder import checkpoints, step_folder
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.owned import OwnedFolders
 from torchmars.checkpoint.retention import Retention
@@ -65,7 +65,7 @@ class Saver:
         """
         self.config, self.folder, self.owned = config, folder, owned
         self.record, self.deleted = record, deleted
-        self.had_some = layout.on_first(self._has_some)
+        self.had_some = layout.on_first(lambda: bool(checkpoints(folder)))
         # A save's collectives run beside the training's. They need a group of their own: in one
         # group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
@@ -202,17 +202,14 @@ class Saver:
     @reporting_disk_errors()
     def _stage(self, folder: PurePath, step: int) -> PurePath:
         """Return the folder that `folder` is until it is complete."""
-        if self.had_some and not self._has_some():
+        if self.had_some and not checkpoints(self.folder):
             self.deleted(step, self.folder)
+            self.had_some = False
         self.retention.clear()
-        staged = self.storage.stage(folder)
-        self.had_some = True
-        return staged
+        return self.storage.stage(folder)
 
     @reporting_disk_errors()
     def _publish(self, manifest: CheckpointManifest, staged: PurePath, folder: PurePath) -> None:
         self.owned.check()
         self.storage.publish(staged, folder, manifest.text())
-
-    def _has_some(self) -> bool:
-        return bool(checkpoints(self.folder) or leftovers(self.folder))
+        self.had_some = True
