@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.damage import spoil
 from tests.support.ranks import run_ranks
-from torchmars.checkpoint.manifest import CheckpointManifest
+from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest
 from torchmars.checkpoint.memory import shared_memory, slots
 from torchmars.checkpoint.memory.copies import MemoryCopies, choose_copy
 from torchmars.checkpoint.memory.shared_memory import MEMORY
@@ -119,6 +121,16 @@ def test_copies_that_are_damaged_are_found_and_older_ones_taken(tmp_path):
     for number in range(2):
         spoil(tmp_path, "rank-00000", number)
     assert run_ranks(found, 2, tmp_path, 2) == [None, None]
+
+
+def test_an_older_copy_is_taken_where_the_newest_makes_no_sense(tmp_path):
+    run_ranks(kept, 2, tmp_path, 2, [1, 2])
+    for file in tmp_path.rglob("rank-00001-*.json"):
+        header = slots.header_of(file.read_bytes())
+        if header.step == 2:  # its manifest lacks what loading needs
+            nonsense = replace(header.read_manifest(), config={"run": {"seed": 0}})
+            file.write_text(replace(header, manifest=nonsense.text()).text())
+    assert run_ranks(found, 2, tmp_path, 2) == [1, 1]
 
 
 def test_a_machine_that_is_replaced_gets_its_copies_from_the_other_one(tmp_path):
@@ -233,16 +245,42 @@ def damages_of(whole):
         yield whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
     yield from (whole + b"x", b"\0" * len(whole), b"[]", b"null", b"1e999", b"[" * 10**5, b"\xff")
     yield whole.replace(b"copy-5", b"copy-4")
-    yield slots.FORMAT.text({}).encode()  # of a manifest
+    yield FORMAT.text({}).encode()  # of a manifest
     yield slots.COPY_FORMAT.text({"step": 1}).encode()
     yield slots.COPY_FORMAT.text({"step": "1", "start": 3}).encode()
 
 
+def sound_header(**changes):
+    """The header of a copy of one tensor that one rank has made."""
+    about = CheckpointManifest(1, 8, 1, "tokens", 2, {}, NEEDED)
+    tensors = [slots.TensorKind("w", "float32", ((2, 6), (0, 4)))]
+    return replace(slots.Header(0, 1, "a", 0, 1, about.text(), tensors, 0), **changes)
+
+
+NONSENSE: dict[str, dict[str, Any]] = {
+    "no dtype": {"tensors": [slots.TensorKind("w", "float31", ((0, 16),))]},
+    "a module": {"tensors": [slots.TensorKind("w", "nn", ((0, 16),))]},
+    "turned round": {"tensors": [slots.TensorKind("w", "float32", ((6, 2), (4, 0)))]},
+    "below zero": {"tensors": [slots.TensorKind("w", "float32", ((-4, 0), (0, 4)))]},
+    "no manifest": {"manifest": "{}"},
+    "half a manifest": {"manifest": FORMAT.text({"step": 1})},
+    "another step": {"step": 2},
+    "another number of ranks": {"ranks": 2},
+    "one rank too many": {"rank": 1},
+}
+
+
+@pytest.mark.parametrize("changes", NONSENSE.values(), ids=NONSENSE)
+def test_a_header_that_makes_no_sense_is_no_copy_though_its_checksum_is_right(tmp_path, changes):
+    header = sound_header(**changes)
+    slot = slots.Slot(tmp_path, header.rank, header.ranks, 0, 64)
+    slot.complete(header)
+    assert slot.header() == header and not list(slots.headers_in(tmp_path))
+
+
 def test_a_damaged_header_is_no_copy(tmp_path):
     slot = slots.Slot(tmp_path, 0, 1, 0, 64)
-    header = slots.Header(
-        0, 1, "a", 0, 1, "manifest", [slots.TensorKind("w", "float32", ((2, 6), (0, 4)))], 0
-    )
+    header = sound_header()
     slot.complete(header)
     assert slot.header() == header and slots.slots_of(tmp_path, header.key)
     whole = slot.file.read_bytes()

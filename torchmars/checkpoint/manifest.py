@@ -2,10 +2,11 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 from torchmars.checkpoint.folder import STEP, step_of
 from torchmars.core.bounds import Name, Range
@@ -81,14 +82,7 @@ def read(folder: PurePath) -> CheckpointManifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = FORMAT.read(path, CheckpointManifest, storage_of(path).open)
-        for section, key in NEEDED:
-            if key not in manifest.config.get(section, {}):
-                raise ValueError(f"config.{section}.{key} is missing in it")
-        shares = manifest.shares
-        same_length = len(shares.weights) == len(shares.before)
-        if not (same_length and sum(shares.weights) > 0 and shares.start <= manifest.position):
-            raise ValueError("its shares contradict each other")
+        manifest = parse(path, storage_of(path).open)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -97,6 +91,19 @@ def read(folder: PurePath) -> CheckpointManifest:
         raise DamagedCheckpoint(
             f"{path} is of step {manifest.step}, not of the one that the folder is named after"
         )
+    return manifest
+
+
+def parse(path: PurePath, open: Callable[[PurePath], BinaryIO]) -> CheckpointManifest:
+    """Return the manifest in a file. Raises as `Format.read` does, also if it makes no sense."""
+    manifest = FORMAT.read(path, CheckpointManifest, open)
+    for section, key in NEEDED:
+        if key not in manifest.config.get(section, {}):
+            raise ValueError(f"config.{section}.{key} is missing in it")
+    shares = manifest.shares
+    same_length = len(shares.weights) == len(shares.before)
+    if not (same_length and sum(shares.weights) > 0 and shares.start <= manifest.position):
+        raise ValueError("its shares contradict each other")
     return manifest
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchmars.checkpoint.manifest import FORMAT, VERSION, CheckpointManifest
+from torchmars.checkpoint.manifest import VERSION, CheckpointManifest, parse
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
 from torchmars.optim.matrices.shapes import Interval
@@ -109,8 +109,20 @@ class Header:
 
     def read_manifest(self) -> CheckpointManifest:
         """Return all about the run but its tensors."""
-        return FORMAT.read(
-            PurePath("manifest"), CheckpointManifest, lambda _: io.BytesIO(self.manifest.encode())
+        return parse(PurePath("manifest"), lambda _: io.BytesIO(self.manifest.encode()))
+
+    def is_sound(self) -> bool:
+        """Return whether there can be such a copy: a checksum that is right does not tell that."""
+        try:
+            manifest = self.read_manifest()
+        except (ValueError, UserError):
+            return False
+        dtypes = (getattr(torch, kind.dtype, None) for kind in self.tensors)
+        return (
+            (self.step, self.ranks) == (manifest.step, manifest.world_size)
+            and 0 <= self.rank < self.ranks
+            and all(isinstance(dtype, torch.dtype) for dtype in dtypes)
+            and all(0 <= begin <= end for kind in self.tensors for begin, end in kind.box)
         )
 
 
@@ -178,11 +190,12 @@ def read_header(file: Path) -> Header | None:
 
 
 def headers_in(folder: Path) -> Iterator[tuple[Path, Header]]:
-    """Yield the headers in a folder whose memory is there, with their files."""
+    """Yield the headers in a folder that are sound and whose memory is there, with their files."""
     for file in sorted(folder.glob(HEADERS)):
         header, data = read_header(file), file.with_suffix("")
-        if header and data.is_file() and data.stat().st_size == size_of(header.tensors):
-            yield file, header
+        if header and header.is_sound() and data.is_file():
+            if data.stat().st_size == size_of(header.tensors):
+                yield file, header
 
 
 def slots_of(folder: Path, key: Key) -> dict[int, tuple[Slot, Header]]:
