@@ -148,6 +148,18 @@ def test_a_path_that_nothing_can_have_is_one_line(monkeypatch, capsys, tmp_path,
     assert err.startswith("error: ") and message in err
 
 
+@pytest.mark.parametrize("name", ["logs", "logs/launcher-here.log", "events.jsonl"])
+def test_a_launcher_writes_to_no_file_that_a_link_leads_to(monkeypatch, capsys, tmp_path, name):
+    monkeypatch.setattr("torchmars.commands.launch.prepare_run", lambda *args: None)
+    link = tmp_path / "runs" / "x" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "mine")
+    config = ["quickstart.toml", "--run.name", "x", "--run.folder", str(tmp_path / "runs")]
+    code, _, err = main(monkeypatch, capsys, "launch", "-m", "torchmars.train", *config)
+    assert (code, err) == (2, f"error: {link} is a link, and the run writes there: remove it\n")
+    assert not (tmp_path / "mine").exists()
+
+
 @pytest.mark.parametrize(
     "names", ["first.toml second.toml", "first file.toml", " \n", "first.toml *"]
 )

@@ -7,7 +7,14 @@ import pytest
 
 from tests.support.tiny import tiny_config, write_config
 from torchmars.comparison.study import Trial
-from torchmars.comparison.trials import delete_checkpoints, forget_failure, last_error, read_trial
+from torchmars.comparison.trials import (
+    delete_checkpoints,
+    forget_failure,
+    last_error,
+    read_trial,
+    write_trial,
+)
+from torchmars.core.errors import UserError
 from torchmars.metrics.events import EventLog
 from torchmars.metrics.journal import last_step
 
@@ -25,6 +32,14 @@ def report(trial, step, loss):
     with (trial.folder / "metrics.jsonl").open("a") as file:
         row = {"step": step, "validation/loss": loss}
         file.write(json.dumps(row) + "\n" + '{"step": 19, "cut sh')
+
+
+@pytest.mark.parametrize("name", ["output.log", "trial.toml.partial", "logs"])
+def test_a_link_where_its_output_goes_is_refused(trial, tmp_path, name):
+    (trial.folder / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=f"{name} is a link, and the run writes there"):
+        write_trial(trial)
+    assert not (tmp_path / "mine").exists()
 
 
 def test_the_last_validation_ends_it(trial):

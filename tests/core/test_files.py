@@ -7,8 +7,8 @@ import tempfile
 import pytest
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import check_writable, is_gone, sha256
-from torchmars.core.locks import is_locked
+from torchmars.core.files import check_writable, is_gone, open_to_write, sha256
+from torchmars.core.locks import is_locked, lock
 
 
 def test_a_file_is_gone_only_where_that_is_known(tmp_path):
@@ -27,6 +27,12 @@ def test_a_fifo_is_not_waited_for(tmp_path):
     assert is_locked(tmp_path / "fifo") is None
     with pytest.raises(OSError, match="Not a regular file"):
         sha256(tmp_path / "fifo")
+    with pytest.raises(OSError):
+        open_to_write(tmp_path / "fifo", os.O_WRONLY | os.O_APPEND)
+    with pytest.raises(OSError, match="Not a regular file"):
+        open_to_write(tmp_path / "fifo", os.O_RDWR)
+    with pytest.raises(UserError, match="fifo is no lock"):
+        lock(tmp_path / "fifo", "training")
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):

@@ -21,9 +21,9 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
 from torchmars.data import writer
 from torchmars.data.corpus import Sizes, load_dataset
-from torchmars.data.corpus_plan import place_in_array
+from torchmars.data.corpus_plan import place_in_array, plan_corpus
 from torchmars.data.manifest import read_manifest
-from torchmars.data.prepare import prepare_task
+from torchmars.data.prepare import begin_folder, prepare_task
 from torchmars.data.shards import check_shards
 
 SIZES = Sizes(piece=3000, block=700, document=2000, shard_tokens=1000)
@@ -488,6 +488,16 @@ def test_a_folder_of_others_is_not_taken_for_one_cut_short(config, tmp_path, the
     with pytest.raises(UserError, match="is where the corpus is made, and .* is not of one: move"):
         prepare_task(config, 0, 1, SIZES)
     assert file.read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["one.lock", "one.partial/piece-00000.lock"])
+def test_a_link_beside_or_in_a_folder_that_is_made_is_refused(config, tmp_path, name):
+    (tmp_path / "thesis").write_text("by nobody else")
+    begin_folder(plan_corpus(config, SIZES), tmp_path / "one")
+    (tmp_path / name).symlink_to(tmp_path / "thesis")
+    with pytest.raises(UserError, match=f"{Path(name).name} is "):
+        prepare_task(config, 0, 1, SIZES)
+    assert (tmp_path / "thesis").read_text() == "by nobody else"
 
 
 def test_a_removal_that_was_cut_short_is_ended(config, tmp_path):

@@ -38,8 +38,11 @@ def test_a_trace_of_steps_on_every_rank(tmp_path):
     traced = tiny_tables(tmp_path, run={"name": "traced"}, profiler=profiler, **settings)
     profiler = {"start": 1, "steps": 9}  # the run ends before
     cut = tiny_tables(tmp_path, run={"name": "cut"}, profiler=profiler, training={"steps": 2})
-    [_, said, _], others = run_ranks(listen_to_each, 2, plain, traced, cut)
     folder = run_folder_of(traced) / "profile"
+    folder.mkdir(parents=True)
+    (folder / "steps-3-to-4-rank-0.json.gz").symlink_to(tmp_path / "mine")  # is not followed
+    [_, said, _], others = run_ranks(listen_to_each, 2, plain, traced, cut)
+    assert not (tmp_path / "mine").exists()
     assert f"profile   {folder}/steps-3-to-4-rank-*.json.gz\n" in said
     assert "profile   no snapshots of memory: profiler.memory records GPUs only" in said
     assert not any(others)

@@ -24,6 +24,7 @@ class OwnedFolders:
         Raises `UserError` on every rank.
         """
         layout.on_first(lambda: check_place(checkpoints, run.path))
+        layout.on_first(run.check_links)
         self.run = layout.only_first(
             lambda: FileOwnership(run.lock, f"training the run {run.path}")
         )

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torchmars.cluster import process
 from torchmars.core.console import harmless, is_shown
 from torchmars.core.errors import EXIT_LEFT, EXIT_REGROUP
-from torchmars.core.files import is_at, is_gone
+from torchmars.core.files import is_at, is_gone, open_to_write
 
 TRACEBACK = re.compile(rb"\[rank\d+\]: ")  # begins each line of a traceback of torch's
 LAST_LINES = 10  # of a rank, to be shown once it has failed
@@ -144,7 +144,7 @@ def keep_apart(file: Path) -> None:
     """
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        own = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        own = open_to_write(file, os.O_WRONLY | os.O_APPEND)
         sys.stderr = open(os.dup(2), "w", buffering=1, errors="backslashreplace")
         os.dup2(own, 2)
         os.close(own)
@@ -205,7 +205,7 @@ class RankOutput:
 
     def _open(self) -> None:
         with contextlib.suppress(OSError):
-            self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self.file = open_to_write(self.path, os.O_WRONLY | os.O_APPEND)
 
     def _begin_anew(self, former: int) -> None:
         """Go on in a new file, unless the run's folder is gone with the `former` one.

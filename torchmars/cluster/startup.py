@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from torchmars.config.load import config_text
 from torchmars.core.console import labelled
 from torchmars.core.device import gpu_name
 from torchmars.core.errors import LostRank, UserError, say_error
+from torchmars.core.files import open_to_write
 from torchmars.core.words import counted
 
 LOOK_SECONDS = 10.0  # how long a new file may take to be seen on other machines
@@ -161,8 +163,9 @@ class Token:
         text = secrets.token_hex()
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.unlink(missing_ok=True)  # a link, or a FIFO, which would hang
-            self.file.write_text(text)
+            self.file.unlink(missing_ok=True)  # whatever somebody has left there
+            with open(self.file, "w", opener=open_to_write) as stream:
+                stream.write(text)
         except OSError as error:
             self._complain(error)
             return ""
@@ -186,7 +189,7 @@ class Token:
             time.sleep(0.1)
         try:
             mine = self.file.with_name(f".shared-{process.rank()}")
-            mine.touch()
+            os.close(open_to_write(mine, os.O_WRONLY))
             mine.unlink()
         except OSError as error:
             self._complain(error)

@@ -18,6 +18,7 @@ from torchmars.cluster.hangs import hang_report, place_of_rank, report_file
 from torchmars.core.console import say
 from torchmars.core.device import backend_of
 from torchmars.core.errors import EXIT_HUNG, file_errors
+from torchmars.core.files import open_to_write
 from torchmars.parallel.layout import Layout
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -77,7 +78,7 @@ class Watchdog:
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in (self.file, self._flight_file()):
                 old.unlink(missing_ok=True)
-            self.stream = self.file.open("w")
+            self.stream = open(self.file, "w", opener=open_to_write)
             print(f"process {os.getpid()} on {process.node()}", file=self.stream, flush=True)
 
     def _watch(self) -> None:
@@ -119,7 +120,8 @@ class Watchdog:
             line = f"rank {rank}: {seconds:.0f} s in {self.activity}: {place}"
             print(line, file=self.stream, flush=True)
             faulthandler.dump_traceback(self.stream)
-            self._flight_file().write_bytes(flight_record(self.on_nccl))
+            with open(self._flight_file(), "wb", opener=open_to_write) as flight:
+                flight.write(flight_record(self.on_nccl))
         if rank >= WITNESSES:
             time.sleep(GRACE_SECONDS)
         elif rank == min(set(range(size)) - self._wait_for_others()):

@@ -83,6 +83,7 @@ def main(options: list[str] | None = None, config: ResolvedConfig | None = None)
         check_shown(list(shown), ranks, option)
         config = config or load_config(args.training_script_args, "torchmars launch")
         require_config(args.training_script_args)
+        config.run.check_links()
         keep_compiled_in(config.run.compile_cache)
         args.sizes = sizes_of(config, machines, ranks)
         if not prepared:

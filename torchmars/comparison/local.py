@@ -19,6 +19,7 @@ from torchmars.comparison.study import Study, Trial
 from torchmars.comparison.trials import OUTPUT_FILE, write_trial
 from torchmars.core.device import limited_to, visible_gpus
 from torchmars.core.errors import EXIT_STOPPED, UserError
+from torchmars.core.files import open_to_write
 from torchmars.core.words import counted
 from torchmars.training.preparation import prepare_run
 
@@ -130,7 +131,10 @@ def train_alone(file: Path, variables: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
     send_once_gone(os.getppid(), signal.SIGTERM)
-    with (file.parent / OUTPUT_FILE).open("ab") as output, open(os.devnull) as nothing:
+    with (
+        open(file.parent / OUTPUT_FILE, "ab", opener=open_to_write) as output,
+        open(os.devnull) as nothing,
+    ):
         for stream, number in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(stream.fileno(), number)
     sys.argv = ["torchmars train", str(file)]
@@ -153,7 +157,7 @@ def start_process(file: Path, variables: dict[str, str]) -> Process:
     """Start to train the config of a trial, whose output goes to a file beside it."""
     if variables.get("NGPU") == "1" and not visible_gpus():
         return ForkedTrial(file, variables)
-    with (file.parent / OUTPUT_FILE).open("ab") as output:
+    with open(file.parent / OUTPUT_FILE, "ab", opener=open_to_write) as output:
         return start_launcher(
             ["--prepared", str(file)],
             variables,

@@ -26,7 +26,8 @@ NO_CURVE = LossCurve([], [])
 
 
 def write_trial(trial: Trial) -> Path:
-    """Write the config file of a trial; return it. Raises `OSError`."""
+    """Write the config file of a trial; return it. Raises `OSError`, and `UserError` for links."""
+    trial.config.run.check_links()
     trial.folder.mkdir(parents=True, exist_ok=True)
     file = trial.folder / CONFIG_FILE
     write_durably(file, config_text(trial.config))

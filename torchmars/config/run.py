@@ -1,12 +1,19 @@
 """The name of a run, its folder, and its seed."""
 
+import glob
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from torchmars.config.fields import Mark
 from torchmars.core.bounds import Local, ModuleName, Name, Place, Range
+from torchmars.core.errors import UserError
+from torchmars.core.files import PARTIAL
 
+# Where a run writes in its folder, under names that anybody knows before.
+FILES = ("lock", "events.jsonl", "output.log", f"*{PARTIAL}", "logs/*")
+FOLDERS = ("logs", "hang", "profile", "tokenizer")
 Modules = list[Annotated[str, ModuleName()]]
 
 
@@ -49,3 +56,13 @@ class RunConfig:
     def hang(self) -> Path:
         """The folder where ranks write where they stand once one of them hangs."""
         return self.path / "hang"
+
+    def check_links(self) -> None:
+        """Raise `UserError` for a link in the run's folder where the run writes.
+
+        It may lead to files of somebody else. The folder itself may be a link.
+        """
+        folder = glob.escape(str(self.path))
+        for name in (*FOLDERS, *FILES):
+            for path in filter(os.path.islink, glob.iglob(f"{folder}/{name}")):
+                raise UserError(f"{path} is a link, and the run writes there: remove it")

@@ -95,11 +95,28 @@ def read_text(path: Path) -> str:
     return read_bytes(path).decode("utf-8-sig")
 
 
+def open_to_write(path: str | PurePath, flags: int) -> int:
+    """Return the descriptor of a regular file, which is made if there is none, to write to it.
+
+    It is an `opener` of `open` too. Raises `OSError` for a link, which may lead to a file of
+    somebody else, and for anything that is no file.
+    """
+    if os.path.islink(path):
+        raise OSError(errno.ELOOP, f"{PurePath(path).name} is a link", str(path))
+    # Not blocking: else whoever opens a FIFO waits for its other end.
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
 class DurableFile(io.BufferedWriter):
     """A new file whose bytes are on the disk once it is closed."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "w"))
+        super().__init__(io.FileIO(path, "w", opener=open_to_write))
 
     def close(self) -> None:
         """Close the file. Raises `OSError` if its bytes cannot be written."""

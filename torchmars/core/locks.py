@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import socket
 import struct
@@ -12,9 +13,11 @@ from pathlib import Path
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import is_at, open_file
+from torchmars.core.files import is_at, open_file, open_to_write
 
 PATIENCE = 60.0  # seconds that a process may take to end
+# What a lock says: who has it, or nothing.
+OWNER = re.compile(rb"(process \d+ on .+, since .+)?")
 SETTLE_SECONDS = POLL_SECONDS = 0.5
 
 
@@ -27,17 +30,24 @@ def lock(
 
     It waits `patience` seconds for one that is about to end. Raises `UserError` if that one does
     not. With `from_silent` it takes the lock from one that has not touched the file since. The file
-    names the process that has the lock.
+    names the process that has the lock. Raises `UserError` for a link and for any other file.
     """
+    foreign = UserError(f"{file} is no lock, and is left as it is: move it away")
+    if os.path.islink(file) or os.path.exists(file) and not os.path.isfile(file):
+        raise foreign
     # The folder may not be writable, which is reported later; the file system may have no locks.
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         deadline, first = time.monotonic() + patience, None
         while True:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
+            descriptor = open_to_write(file, os.O_RDWR)
+            content = os.pread(descriptor, 1000, 0)
+            if not OWNER.fullmatch(content):
+                os.close(descriptor)
+                raise foreign
             if _take(descriptor):
                 return descriptor
-            owner = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown which"
+            owner = content.decode(errors="replace") or "unknown which"
             found = os.fstat(descriptor)
             os.close(descriptor)
             now = found.st_ino, found.st_mtime_ns
@@ -77,7 +87,7 @@ def _replace(file: Path) -> int | None:
     Return None if another process does so at the same time.
     """
     new = file.with_name(f"{file.name}-{secrets.token_hex(4)}")
-    descriptor = os.open(new, os.O_RDWR | os.O_CREAT)
+    descriptor = open_to_write(new, os.O_RDWR)
     _take(descriptor)
     new.rename(file)
     time.sleep(SETTLE_SECONDS)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import read_text, sha256, sync_folder, write_durably
+from torchmars.core.files import open_to_write, read_text, sha256, sync_folder, write_durably
 from torchmars.core.locks import lock
 from torchmars.core.typed import make, parse_json
 from torchmars.data.documents import Encoded, Position, TextBlock
@@ -94,7 +94,8 @@ class PieceWriter:
                     f"{file} is shorter than its piece's progress says: remove the folder "
                     f"{self.folder} to start over"
                 )
-            os.truncate(file, length)
+            with open(file, "ab", opener=open_to_write) as stream:
+                os.truncate(stream.fileno(), length)
 
     def shard_name(self, split: str, index: int) -> str:
         """Return the name of a shard of this piece."""
@@ -135,7 +136,7 @@ class PieceWriter:
 
     def append(self, file: Path, data: bytes) -> None:
         """Append to a file; `save` makes it durable."""
-        with file.open("ab") as stream:
+        with open(file, "ab", opener=open_to_write) as stream:
             stream.write(data)
         self.unsaved.add(file)
 

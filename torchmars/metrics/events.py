@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any, Literal
 
 from torchmars.core.console import say
-from torchmars.core.files import is_gone
+from torchmars.core.files import is_gone, open_to_write
 from torchmars.metrics.lines import Lines, Row, check_types, read_lines
 
 EVENTS_FILE = "events.jsonl"
@@ -83,7 +83,7 @@ class EventLog:
         row = {"time": time.time(), "event": kind, "step": step} | facts
         line = json.dumps(row).encode() + b"\n"
         with contextlib.suppress(OSError):
-            descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            descriptor = open_to_write(self.file, os.O_RDWR | os.O_APPEND)
             try:
                 size = os.fstat(descriptor).st_size
                 if size and os.pread(descriptor, 1, size - 1) != b"\n":

@@ -10,7 +10,7 @@ from types import NoneType
 
 from torchmars.core.console import say
 from torchmars.core.errors import file_errors
-from torchmars.core.files import is_at, write_durably
+from torchmars.core.files import is_at, open_to_write, write_durably
 from torchmars.metrics.lines import Row, check_types, opened, parse_line, read_lines, warn_of_damage
 
 METRICS_FILE = "metrics.jsonl"
@@ -83,7 +83,7 @@ class Journal:
     def _open(self) -> None:
         """Open the file to add to it, a new one if there is none."""
         former = self.descriptor
-        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self.descriptor = open_to_write(self.path, os.O_WRONLY | os.O_APPEND)
         if former is not None:
             os.close(former)
 

@@ -20,7 +20,7 @@ from torchmars.begin import is_missing
 from torchmars.config import MetricsConfig, ResolvedConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, missing_package
-from torchmars.core.files import PARTIAL, read_text
+from torchmars.core.files import PARTIAL, open_to_write, read_text
 
 WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 LOCAL_MODES = ("offline", "disabled", "dryrun")  # which need no account
@@ -107,7 +107,8 @@ class WeightsAndBiases:
         """Write the id and the last step, if the disk takes them; W&B's server has them too."""
         partial = self.file.with_name(self.file.name + PARTIAL)
         with contextlib.suppress(OSError):
-            partial.write_text(f"{self.id} {self.last}\n")
+            with open(partial, "w", opener=open_to_write) as stream:
+                stream.write(f"{self.id} {self.last}\n")
             partial.replace(self.file)
 
     def close(self) -> None:

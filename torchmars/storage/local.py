@@ -43,6 +43,8 @@ class LocalStorage:
         if folder.resolve() == (run / DEFAULT).resolve() and not lock.exists():
             return None
         try:
+            if lock.parent.is_symlink():
+                raise UserError(f"{lock.parent} is a link: remove it")
             taken = FileOwnership(lock, f"keeping its checkpoints in {folder}")
         except UserError as error:
             raise UserError(f"{error}, or set checkpoint.folder to another folder") from None

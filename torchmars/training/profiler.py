@@ -90,6 +90,7 @@ class Profiler:
         file = self.folder / f"{name}-rank-{self.layout.world.rank}.{suffix}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)  # it may be a link
             write(str(file))
         except (OSError, RuntimeError) as error:
             self._say(f"cannot write {file}: {error}", by_all=True)
