@@ -76,22 +76,35 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${ENVIRONMENT:-}" = BATCH ]; then
         export RDZV_TOKEN=${RDZV_TOKEN-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
     fi
 fi
+export PYTHONSAFEPATH=1  # no module of the current folder is taken for one of Python's
+named=:${PYTHONPATH:-}:
+while [[ $named == *::* ]]; do  # an empty part of it is that folder too
+    named=${named//::/:}
+done
+named=${named#:}
+paths=("${named%:}")
 for root in "${places[@]}"; do
-    [ ! -e "$root/torchmars/__init__.py" ] || break  # the repository
+    if [ -e "$root/torchmars/__init__.py" ]; then  # the repository, which may not be installed
+        root=$(cd "$root" && pwd)
+        paths+=("$root${named:+:${named%:}}")
+        break
+    fi
 done
 trap 'exit 130' INT  # also where Python is about to end well
 has='import sys, torchmars; from importlib.util import find_spec; sys.exit(not find_spec("torch"))'
-for python in python python3 "$root/.venv/bin/python" ""; do
-    if [ -n "$python" ] && "$python" -c "$has" 2>/dev/null; then
-        break
-    fi
+for PYTHONPATH in "${paths[@]}"; do
+    export PYTHONPATH
+    for python in python python3 "$root/.venv/bin/python" ""; do
+        if [ -n "$python" ] && "$python" -c "$has" 2>/dev/null; then
+            break 2
+        fi
+    done
 done
 if [ -z "$python" ]; then
     problem="there is no python on the PATH: install one"
     if command -v python || command -v python3; then
         problem="no Python here has torchmars: install it"
-        if [ -e "$root/torchmars/__init__.py" ]; then
-            root=$(cd "$root" && pwd)
+        if [ "${#paths[@]}" -eq 2 ]; then
             problem="no Python here has torchmars: python3 -m venv $root/.venv &&"
             problem+=" $root/.venv/bin/pip install -e $root makes one that this script finds"
         fi

@@ -5,12 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.support.full import FULL
+from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars import begin
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +128,38 @@ with profile():
 def test_a_command_makes_imports_and_the_profiler_silent():
     ended = subprocess.run([sys.executable, "-c", PROFILE], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@FULL
+@pytest.mark.parametrize("command", [["./run_train.sh"], ["python", "-m", "torchmars", "train"]])
+def test_a_clone_that_is_not_installed_trains(tmp_path, command):
+    """Its ranks are of the clone too. The Python has all packages but this one."""
+    for name in ("torchmars", "train_configs"):
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=without)
+    shutil.copy(ROOT / "run_train.sh", tmp_path)
+    for file in (tmp_path / "torchmars" / "train.py", tmp_path / "torchmars/commands/train.py"):
+        tells = f"open({str(tmp_path / 'clone')!r}, 'a').write(__name__)"
+        file.write_text(f"{tells}\n{file.read_text()}")
+    packages = sysconfig.get_path("purelib")
+    python = tmp_path / "bin" / "python"  # -S: it reads no file that says where this clone is
+    python.parent.mkdir()
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH=$PYTHONPATH:{packages} exec {sys.executable} -S "$@"\n'
+    )
+    python.chmod(0o755)
+    write_text(tmp_path)
+    write_config(tiny_config(tmp_path, training={"steps": 1}), tmp_path / "tiny.toml")
+    own = {"PATH": f"{python.parent}:/usr/bin:/bin", "NGPU": "1", "CONFIG_FILE": "tiny.toml"}
+    ended = subprocess.run(
+        [*command, *["tiny.toml"] * (len(command) > 1)],
+        cwd=tmp_path,
+        env=own | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "clone").read_text() == "torchmars.commands.train__main__"
 
 
 @pytest.mark.parametrize("place", ["bin/python3", ".venv/bin/python"])

@@ -14,7 +14,11 @@ from torchmars.checkpoint import manifest as manifests
 
 
 def test_a_run_says_what_it_does_then_that_it_is_complete(config, tmp_path):
-    code, out, err = finish(config)
+    """Modules in the folder that it starts from are not taken for Python's or another package's."""
+    for name in ("random", "psutil", "socket"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the current folder')")
+    paths = os.environ.get("PYTHONPATH", "")  # as of `PYTHONPATH=$PYTHONPATH:...`, if it was empty
+    code, out, err = finish(config, PYTHONPATH=f":{paths}")
     assert code == 0, err
     for part in (
         "2 layers, 2 heads, width 32",

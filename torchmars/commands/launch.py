@@ -27,6 +27,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from torchmars.checkpoint.memory.shared_memory import shared_memory
 from torchmars.cluster import process
+from torchmars.cluster.callers import found_as_here
 from torchmars.cluster.endpoint import answers, find_endpoint
 from torchmars.cluster.environment import check_shown, keep_compiled_in, read_variable
 from torchmars.cluster.failures import Failure
@@ -90,6 +91,8 @@ def main(options: list[str] | None = None, config: ResolvedConfig | None = None)
             prepare(config, args.sizes)
         if machines.elastic:
             make_elastic(args)
+        if args.training_script == "torchmars.train":  # others import from their own folder
+            os.environ.update(found_as_here(os.environ))
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store: with

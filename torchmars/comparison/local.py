@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torchmars.benchmark.measure import ranks_of
-from torchmars.cluster.callers import start_launcher
+from torchmars.cluster.callers import found_as_here, start_launcher
 from torchmars.cluster.environment import cores_of, read_environment
 from torchmars.cluster.signals import send_once_gone
 from torchmars.comparison.study import Study, Trial
@@ -107,8 +107,8 @@ class ForkedTrial:
     def __init__(self, file: Path, variables: dict[str, str]) -> None:
         forks = multiprocessing.get_context("forkserver")
         forks.set_forkserver_preload(["torchmars.train", "torchmars.training.trainer"])
-        threads = {"OMP_NUM_THREADS": variables["OMP_NUM_THREADS"]}
-        with changed_variables(threads):  # the server reads it where it imports torch
+        own = {"OMP_NUM_THREADS": variables["OMP_NUM_THREADS"], **found_as_here(variables)}
+        with changed_variables(own):  # the server reads them where it starts and imports torch
             self.process = forks.Process(target=train_alone, args=(file, variables))
             self.process.start()
 

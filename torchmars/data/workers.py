@@ -12,15 +12,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, cast
 
+from torchmars.cluster.callers import found_as_here
 from torchmars.core.errors import UserError
 from torchmars.data.documents import Encoded, Encoder, TextBlock
-
-ROOT = Path(__file__).parents[2]  # the folder that torchmars is imported from
-
 
 Submit = Callable[[TextBlock], "Future[Encoded]"]
 """Takes a block, and gives the result later."""
@@ -68,13 +65,11 @@ def finished(encoder: Encoder, block: TextBlock) -> "Future[Encoded]":
 
 def start_worker(encoder: Encoder) -> subprocess.Popen:
     """Start a process and give it its settings."""
-    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    found_as_here = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "torchmars.data.workers"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | found_as_here,
+        env=os.environ | found_as_here(os.environ),
         process_group=0,  # Ctrl-C is for the process that starts it
     )
     with contextlib.suppress(OSError):  # `exchange` says that it is gone

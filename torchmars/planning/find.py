@@ -11,6 +11,7 @@ from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple
 
+from torchmars.cluster.callers import found_as_here
 from torchmars.config import ActivationCheckpointConfig, ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.config.parallelism import Accumulation, PipelineSchedule
@@ -208,6 +209,7 @@ def plan_all(
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["torchmars.planning.plan"])  # once, for all of them
     workers = max(1, min(len(layouts), (os.cpu_count() or 1) // 2))
+    os.environ.update(found_as_here(os.environ))  # for the server, which starts with the first
     work = partial(planned, world_size=world_size, per_node=per_node)
     with ProcessPoolExecutor(
         workers, server, load_plugins, (plugins,), max_tasks_per_child=1
