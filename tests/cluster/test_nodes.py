@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -272,6 +273,16 @@ def test_a_job_trains_to_the_end_and_a_mistaken_one_fails_once(config, tmp_path,
         .splitlines()[-1]
         .startswith("error: unknown key training.stps")
     )
+
+
+@slurm
+def test_two_tasks_of_a_step_are_not_two_machines(config):
+    command = ["salloc", "-Q", "-n2", "srun", sys.executable, "-m", "torchmars", "train", config]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NGPU": "1"}, capture_output=True, text=True
+    )
+    assert ended.returncode == 2 and not ended.stdout
+    assert ended.stderr.count("error: SLURM_STEP_NUM_TASKS = 2 tells of 2 processes") == 2
 
 
 @slurm

@@ -25,6 +25,16 @@ from torchmars.core.files import check_writable
 from torchmars.core.typed import make, whole_number
 
 Cores = Annotated[int, Range(1, 10_000)]
+# The variables by which those who start several copies of a program say how many: srun, the
+# launchers of Open MPI, of MPICH and Intel MPI, and of MVAPICH, Kubeflow's Trainer, torchrun.
+COPIES = (
+    "SLURM_STEP_NUM_TASKS",  # SLURM_NTASKS is also that of the shell which salloc starts, once
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PET_NNODES",
+    "WORLD_SIZE",
+)
 
 
 @dataclass
@@ -166,6 +176,26 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             f"with --nodes={most}, or lower NNODES"
         )
     return environment
+
+
+def check_copies(variables: Mapping[str, str], machines: MinMax | None = None) -> None:
+    """Raise `UserError` if something has started more copies of this process than `machines`.
+
+    They know nothing of each other: each would train all by itself. By default there is one
+    machine. Where machines come and go, those above their number are spares.
+    """
+    most = machines.most if machines else 1
+    for name in () if machines and machines.elastic else COPIES:
+        count = whole_number(variables.get(name, "").rpartition(":")[2])
+        if name == "WORLD_SIZE" and most > 1:
+            continue  # it may count ranks
+        if isinstance(count, int) and count > most:
+            raise UserError(
+                f"{name} = {variables[name]} tells of {count} processes like this one, and each "
+                "would work apart: start torchmars train once on each machine, with NNODES and "
+                "RDZV_ENDPOINT if there are several, or ranks by torchrun; or unset "
+                f"{name} if this process is alone"
+            )
 
 
 def check_array(environment: Environment, nodes: int) -> None:

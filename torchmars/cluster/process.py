@@ -10,7 +10,7 @@ import socket
 from datetime import timedelta
 from typing import Annotated
 
-from torchmars.cluster.environment import read_variable, start_seconds
+from torchmars.cluster.environment import check_copies, read_variable, start_seconds
 from torchmars.cluster.scheduler import NODE, in_batch_job
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
@@ -78,6 +78,8 @@ def check_variables() -> None:
 
     Or none is there: the process was started alone.
     """
+    if "RANK" not in os.environ:
+        check_copies(os.environ)
     needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if "RANK" in os.environ else ()
     remedy = "start ranks by torchmars train or torchrun, or unset RANK to train alone"
     if missing := [name for name in needed if name not in os.environ]:

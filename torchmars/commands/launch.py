@@ -29,7 +29,7 @@ from torchmars.checkpoint.memory.shared_memory import shared_memory
 from torchmars.cluster import process
 from torchmars.cluster.callers import found_as_here
 from torchmars.cluster.endpoint import answers, find_endpoint
-from torchmars.cluster.environment import check_shown, keep_compiled_in, read_variable
+from torchmars.cluster.environment import check_copies, check_shown, keep_compiled_in, read_variable
 from torchmars.cluster.failures import Failure
 from torchmars.cluster.launcher import launch, refused_by_torchrun
 from torchmars.cluster.logs import RankLogs
@@ -78,6 +78,8 @@ def main(options: list[str] | None = None, config: ResolvedConfig | None = None)
         with refused_by_torchrun():
             ranks = determine_local_world_size(args.nproc_per_node)
         machines = read_bounds(args.nnodes, "--nnodes")
+        if config is None:  # torchmars train has looked
+            check_copies(os.environ, machines)
         make(Ranks, ranks, name="--nproc-per-node")
         option = "--local-ranks-filter"
         shown = set(read_variable("LOG_RANK", args.local_ranks_filter or "0", option))

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from torchmars.cluster import process
 from torchmars.cluster.callers import follow_caller
 from torchmars.cluster.environment import (
+    check_copies,
     check_shown,
     check_temporary_folder,
     cores_of,
     read_environment,
 )
-from torchmars.cluster.scheduler import JOB, array_of_machines
+from torchmars.cluster.scheduler import JOB, array_of_machines, in_batch_job
 from torchmars.cluster.shared_secret import shared_secret
 from torchmars.cluster.sizes import sizes_of
 from torchmars.config.load import load_config, require_config
@@ -52,6 +53,9 @@ def main() -> None:
         if rest[:1] == [""]:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
         environment = read_environment(os.environ)
+        by_script = options.prepare or options.prepared or options.complete
+        if not (by_script and in_batch_job(os.environ)):  # run_train.sh counts a job's machines
+            check_copies(os.environ, environment.NNODES)
         check_temporary_folder()
         config = load_config(rest, "torchmars train", Train)
         require_config(rest)
