@@ -106,7 +106,8 @@ if [ -z "$python" ]; then
         problem="no Python here has torchmars: install it"
         if [ "${#paths[@]}" -eq 2 ]; then
             problem="no Python here has torchmars: python3 -m venv $root/.venv &&"
-            problem+=" $root/.venv/bin/pip install -e $root makes one that this script finds"
+            problem+=" $root/.venv/bin/pip install -e $root -c $root/constraints.txt makes one that"
+            problem+=" this script finds"
         fi
     fi > /dev/null
     echo "error: $problem, or activate the environment that has torchmars" >&2

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchmars.core.errors import missing_package
 from torchmars.optim import MARS, param_groups
 
 # Learning rates: those of mars-adamw and adamw are the repository's, the others ours to begin with.
@@ -22,7 +23,6 @@ VECTOR_RATES = dict.fromkeys(("mars-adamw", "mars-lion", "mars-shampoo"), {"lr_1
 # By classes: bytes before the pixels of an image, the last of them its label; files of the splits.
 FILES = {10: (1, "data_batch_*.bin", "test_batch.bin"), 100: (2, "train.bin", "test.bin")}
 STATISTICS = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # mean, deviation by channel
-
 
 PARSER = argparse.ArgumentParser(description="MARS on CIFAR: see docs/vision.md.")
 PARSER.add_argument("--data", type=Path, required=True, help="folder of CIFAR's binary files")
@@ -88,7 +88,7 @@ def read_split(folder: Path, classes: int, train: bool, download: bool) -> tuple
         try:
             from torchvision import datasets
         except ImportError:
-            PARSER.exit(2, "error: --download needs pip install 'torchmars[vision]'\n")
+            PARSER.exit(2, f"error: {missing_package('torchvision', '--download', 'vision')}\n")
         data = getattr(datasets, f"CIFAR{classes}")(str(folder), train=train, download=True)
         return torch.tensor(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets)
     before, *names = FILES[classes]

@@ -64,7 +64,8 @@ def test_a_python_without_the_dependencies_is_one_line(bare, command):
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
     python = os.path.realpath(sys.executable)
     assert ended.stderr.startswith(f"error: {python} lacks torch, numpy, ")
-    assert f"tqdm: {python} -m pip install -e {ROOT}, or activate" in ended.stderr
+    remedy = f"{python} -m pip install -e {ROOT} -c {ROOT}/constraints.txt, or activate"
+    assert f"tqdm: {remedy}" in ended.stderr
 
 
 def test_the_installed_command_says_so_too(bare, tmp_path):
@@ -90,8 +91,8 @@ def test_the_script_before_the_installation_is_one_line(bare, tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
         f"error: no Python here has torchmars: python3 -m venv {project}/.venv && "
-        f"{project}/.venv/bin/pip install -e {project} makes one that this script finds, "
-        "or activate the environment that has torchmars\n"
+        f"{project}/.venv/bin/pip install -e {project} -c {project}/constraints.txt makes one that "
+        "this script finds, or activate the environment that has torchmars\n"
     )
     ended = bare(script, folder=ROOT)  # where Python finds it, but not what it needs
     assert ended.returncode == 2 and ended.stderr.startswith("error: no Python here has torchmars")
@@ -100,6 +101,18 @@ def test_the_script_before_the_installation_is_one_line(bare, tmp_path):
         (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
     ended = bare(script, PATH=str(tmp_path / "bin"))
     assert ended.returncode == 2 and ended.stderr.startswith("error: there is no python on the ")
+
+
+def test_what_is_missing_is_installed_from_the_clone_or_by_its_own_name(tmp_path, monkeypatch):
+    """Never by the name of this project, which belongs to nobody in an index."""
+    clone = tmp_path / "a clone"
+    monkeypatch.setattr(begin, "ROOT", clone)
+    assert begin.install_command("plot", "matplotlib") == "pip install matplotlib"  # a wheel
+    clone.mkdir()
+    (clone / "pyproject.toml").touch()
+    pinned = f"-c '{clone}/constraints.txt'"
+    assert begin.install_command("plot", "x") == f"pip install -e '{clone}[plot]' {pinned}"
+    assert begin.install_command("", "x") == f"pip install -e '{clone}' {pinned}"
 
 
 def test_an_old_python_is_one_line(monkeypatch, capsys):

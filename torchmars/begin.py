@@ -2,12 +2,14 @@
 
 # Python 3.8 must be able to read this file, and say that it is too old.
 import os
+import shlex
 import signal
 import sys
 from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]  # the folder of a clone
 OLDEST = (3, 11)
 MODULES = (  # of the dependencies in pyproject.toml, but W&B: few runs need it
     "torch",
@@ -41,6 +43,17 @@ def set_defaults(variables: "MutableMapping[str, str]") -> None:
         variables.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+def install_command(extra: str, *packages: str) -> str:
+    """Return the command that installs a clone with an extra ("": none), or else the packages.
+
+    It asks no index for the project's own name, which belongs to nobody there.
+    """
+    if (ROOT / "pyproject.toml").exists():
+        clone = f"{ROOT}[{extra}]" if extra else str(ROOT)
+        packages = "-e", clone, "-c", str(ROOT / "constraints.txt")
+    return " ".join(shlex.quote(word) for word in ("pip", "install", *packages))
+
+
 def is_missing(module: str) -> bool:
     """Return whether there is no such module. A mere folder, such as W&B's `wandb`, is not one."""
     spec = find_spec(module)
@@ -49,14 +62,13 @@ def is_missing(module: str) -> bool:
 
 def check_python() -> None:
     """End the process with one line and code 2 if this Python lacks required packages."""
-    python, root = sys.executable, Path(__file__).resolve().parents[1]
+    python = sys.executable
     if sys.version_info < OLDEST:
         problem = f"{python} is Python {sys.version_info[0]}.{sys.version_info[1]}"
         remedy = "take Python 3.11 or newer"
     elif missing := [name for name in MODULES if is_missing(name)]:
         problem = f"{python} lacks {', '.join(missing)}"
-        what = f"-e {root}" if (root / "pyproject.toml").exists() else "torchmars"
-        remedy = f"{python} -m pip install {what}"
+        remedy = f"{python} -m {install_command('', *missing)}"
     else:
         return
     print(

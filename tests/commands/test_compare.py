@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from tests.comparison.conftest import config, run  # noqa: F401, fixtures
+from torchmars.begin import install_command
 from torchmars.comparison import local
 
 GRID = ["--lr-grid", "1e-3,2e-3"]
@@ -65,6 +66,6 @@ def test_what_is_not_installed_is_named(refused, monkeypatch):
         patch.setattr(
             importlib.util, "find_spec", lambda name: None if name == "scipy" else find(name)
         )
-        assert "scipy: pip install 'torchmars[compare]'" in refused(*GRID)
+        assert f"scipy: {install_command('compare')}" in refused(*GRID)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "--slurm: there is no sbatch here" in refused(*GRID, "--slurm")

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.full import full_but
 from tests.support.records import made_comparison, made_run, restarted_run
+from torchmars.begin import install_command
 from torchmars.comparison.results import write_comparison
 
 
@@ -80,5 +81,5 @@ def test_without_matplotlib(run, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = run("runs/a")
     assert code == 2 and err == (
-        "error: torchmars plot needs the package matplotlib: pip install 'torchmars[plot]'\n"
+        f"error: torchmars plot needs the package matplotlib: {install_command('plot')}\n"
     )

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from torchmars.begin import install_command
 from torchmars.config import DataConfig
 from torchmars.config.data import PartConfig
 from torchmars.config.source import DataSource, parse_source
@@ -183,5 +184,6 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, package, sour
     monkeypatch.delattr("torchmars.data.hub", raising=False)
     (tmp_path / "a.parquet").write_bytes(b"x")
     source = source.format(tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=rf"needs the package {package}: pip install 'torchmars\["):
+    needed = f"needs the package {package}: {install_command('data')}"
+    with pytest.raises(UserError, match=re.escape(needed)):
         prepare_shards(DataConfig(source, path=str(tmp_path / "shards")).resolve())

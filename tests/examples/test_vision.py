@@ -11,6 +11,7 @@ import torch
 
 from tests.docs.pages import ROOT
 from tests.support.full import full_but
+from torchmars.begin import install_command
 from torchmars.optim.roles import roles
 
 spec = importlib.util.spec_from_file_location("vision", ROOT / "examples" / "vision.py")
@@ -93,7 +94,8 @@ def test_torchvision_gives_the_same(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         vision.read_split(tmp_path, 10, True, True)
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: --download needs pip install 'torchmars[vision]'\n"
+    needed = f"error: --download needs the package torchvision: {install_command('vision')}\n"
+    assert capsys.readouterr().err == needed
 
 
 def test_augmentation_flips_and_moves_by_up_to_4():

@@ -20,6 +20,7 @@ from tests.support.mistakes import mistake
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, write_text
 from tests.support.tokenizers import letters
+from torchmars.begin import install_command
 from torchmars.config.load import config_from_tables
 from torchmars.exchange.folder import open_folder
 from torchmars.exchange.hub import FILES, find_folder
@@ -148,7 +149,7 @@ def test_no_network_and_no_package_are_one_line(hub, tmp_path, monkeypatch):
         assert "cannot be fetched (" in mistake(lambda: find_folder("hf:own/other"))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     said = mistake(lambda: find_folder("hf:own/other"))
-    assert "needs the package huggingface_hub: pip install 'torchmars[data]'" in said
+    assert f"needs the package huggingface_hub: {install_command('data')}" in said
 
 
 def test_the_patterns_are_the_files_that_are_read():

@@ -1,6 +1,7 @@
 """Tokenizer files, against what transformers makes of them: the ids that the tokenizer gives."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -11,6 +12,7 @@ import tokenizers
 
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tokenizers import letters, write_tokenizer
+from torchmars.begin import install_command
 from torchmars.core.errors import UserError
 from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.exchange.tokenizer_files import (
@@ -175,5 +177,5 @@ def test_texts_are_cut_as_tiktoken_cuts_them(name, monkeypatch):
 
 def test_without_the_package_it_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"pip install 'torchmars\[data\]'"):
+    with pytest.raises(UserError, match=re.escape(install_command("data"))):
         tokenizer_files(load_tokenizer("bytes"), 128)

@@ -1,6 +1,7 @@
 """Linear layers in float8, emulated: training, its checkpoints, and what is refused."""
 
 import importlib.util
+import re
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.tiny import (
     tiny_tables,
     write_text,
 )
+from torchmars.begin import install_command
 from torchmars.config.float8 import Float8Config
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
@@ -32,7 +34,7 @@ def model(tmp_path):
 def test_a_machine_that_cannot_gets_one_line(model, monkeypatch):
     find = importlib.util.find_spec
     for spec, message in (
-        (None, r"needs the package torchao: pip install 'torchmars\[float8\]'$"),
+        (None, rf"needs the package torchao: {re.escape(install_command('float8'))}$"),
         (find("torch"), 'recipe = "rowwise" needs a GPU that multiplies float8 .* not a CPU: set'),
     ):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)

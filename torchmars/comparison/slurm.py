@@ -34,8 +34,7 @@ class SlurmTrials:
                 )
         if not SCRIPT.is_file():
             raise UserError(
-                f"--slurm: {SCRIPT} is missing: install torchmars by pip install -e from its "
-                "repository"
+                f"--slurm: {SCRIPT} is missing: it is in the repository, not in a wheel"
             )
         self.running: dict[str, Trial] = {}
         self.asked = -POLL_SECONDS  # when squeue was asked last

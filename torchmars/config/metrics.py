@@ -15,7 +15,7 @@ class MetricsConfig:
     """Also report the largest logit of each block's attention. It is exact. On CPUs it costs a
     reported step about as much as another forward pass of attention."""
     tensorboard: bool = False
-    """Also write TensorBoard events to the run folder (pip install 'torchmars[tensorboard]')."""
+    """Also write TensorBoard events to the run folder (by the extra tensorboard)."""
     wandb: bool = False
     """Also log to Weights & Biases. WANDB_MODE=offline keeps it on this machine."""
     wandb_project: str = "torchmars"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from torchmars.begin import install_command
 from torchmars.core.console import finish, say, unread
 from torchmars.core.secrets import without_credentials
 
@@ -52,8 +53,7 @@ class Unreachable(UserError):
 
 def missing_package(package: str, purpose: str, extra: str = "data") -> UserError:
     """Return the error of a package, of an extra or of none (""), that is not installed."""
-    what = f"'torchmars[{extra}]'" if extra else package
-    return UserError(f"{purpose} needs the package {package}: pip install {what}")
+    return UserError(f"{purpose} needs the package {package}: {install_command(extra, package)}")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchmars.config.float8 import Float8Config
 from torchmars.core.device import is_gpu, multiplies_float8
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, missing_package
 from torchmars.models import Model
 
 UNIT = 16  # both sizes of a matrix must be multiples of it, for the GPU's instructions
@@ -20,9 +20,7 @@ UNIT = 16  # both sizes of a matrix must be multiples of it, for the GPU's instr
 def check_package(config: Float8Config) -> None:
     """Raise `UserError` if float8 is asked for, and torchao is not installed."""
     if config.recipe != "none" and importlib.util.find_spec("torchao") is None:
-        raise UserError(
-            "training.float8.recipe needs the package torchao: pip install 'torchmars[float8]'"
-        )
+        raise missing_package("torchao", "training.float8.recipe", "float8")
 
 
 def convert_layers(
