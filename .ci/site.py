@@ -1,7 +1,7 @@
 """What mkdocs makes of this repository beside the pages of docs/: hooks of mkdocs.yml.
 
 The README is the first page, and the changelog is a page. The reference is made from docstrings and
-from the dataclasses of the config. Links that leave docs/ lead to the repository.
+from the dataclasses of the config. Links to files that are no pages become the files' names.
 """
 
 import dataclasses
@@ -78,15 +78,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to files that are no pages lead to the repository; say how much the page counts."""
+    """Name files that are no pages instead of linking them; say how much the page counts."""
     if boost := BOOSTS.get(page.file.src_uri):
         page.meta["search"] = {"boost": boost}
     above = "" if page.file.src_uri in ("index.md", "changelog.md") else r"\.\./"
     markdown = re.sub(rf"\]\({above}README\.md", "](index.md", markdown)
     markdown = re.sub(rf"\]\({above}CHANGELOG\.md", "](changelog.md", markdown)
-    outside = rf"\]\({above}((?:LICENSE|examples|train_configs|torchmars)[^)]*)\)"
-    repository = config.extra["repository"]
-    return re.sub(outside, rf"]({repository}/blob/main/\1)", markdown)
+    outside = rf"\[([^]]*)\]\({above}((?:LICENSE|examples|train_configs|torchmars)[^)]*)\)"
+    return re.sub(
+        outside, lambda m: f"`{m[2]}`" if m[1] in m[2] else f"{m[1]} (`{m[2]}`)", markdown
+    )
 
 
 def config_page() -> Iterator[str]:
