@@ -23,8 +23,6 @@ from torchmars.data.named_tokenizers import load_tokenizer
 LANGUAGES = {"python", "toml", "bash", "text", "bibtex"}
 PROGRAMS = {
     ".",
-    "cd",
-    "git",
     "lint-imports",
     "mypy",
     "pip",

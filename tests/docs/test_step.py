@@ -1,4 +1,4 @@
-"""A step as pages show it: in ten lines of README.md, drawn in docs/optimizers.md."""
+"""A step as docs/optimizers.md draws it."""
 
 import sys
 from pathlib import Path
@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.docs.pages import ROOT, blocks, split_page
+from tests.docs.pages import ROOT, split_page
 from tests.support.ranks import run_ranks
-from torchmars.optim import MARS, reference
+from torchmars.optim import MARS
 
 FOLDER = ROOT / "torchmars" / "optim"
 COLLECTIVES = "torch.distributed"
@@ -65,19 +65,3 @@ def test_the_drawing_of_a_step_is_what_a_step_calls():
     """That of rank 0, the owner of the one matrix."""
     drawn = drawing()
     assert run_ranks(calls_of_a_step, 2, drawn)[0] == drawn
-
-
-def test_the_step_in_the_readme_is_the_references():
-    [text] = [block.text for block in blocks("python") if "def mars_m(" in block.text]
-    exec(text, found := {})
-    torch.manual_seed(0)
-    x, m, state = torch.randn(6, 4, dtype=torch.float64), torch.zeros(6, 4), {}
-    expected, h = x.clone(), None
-    for _ in range(3):
-        g = torch.randn(6, 4, dtype=torch.float64)
-        x, m = found["mars_m"](x, g, g if h is None else h, m, lr=0.1)
-        options = {"orthogonalize": "svd"}
-        settings = {"lr": 0.1, "weight_decay": 0.1, "gamma": 0.025, "clip": 1.0}
-        reference.mars_m(expected, g, state, betas=(0.95, 0.99), options=options, **settings)
-        h = g
-    torch.testing.assert_close(x, expected)

@@ -142,7 +142,7 @@ def measure(ranks: int, names: list[str]) -> None:
     try:
         from tests.support import fake_driver
     except ImportError:
-        sys.exit("error: Triton is not installed: pip install 'triton>=3.6,<3.8'")
+        sys.exit("error: Triton is not installed: pip install triton -c constraints.txt")
     driver = fake_driver.pretend()
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # of one process for all loops

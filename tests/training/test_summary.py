@@ -11,14 +11,14 @@ from torchmars.training.checkpointer import Resumed, RunState
 from torchmars.training.summary import TESTED, continuation, torch_warning
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.1+cu130", torch.__version__])
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.1+cu130", torch.__version__])
 def test_a_torch_that_was_tested_needs_no_word(version):
     assert torch_warning(version) == ""
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "3.0.0a0+git1", "2.9"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "3.0.0a0+git1", "2.9"])
 def test_a_torch_that_was_not_tested_is_named_in_a_line(version):
-    said = f"torch {version}: torchmars was tested with torch 2.11 to 2.13"
+    said = f"torch {version}: torchmars was tested with torch 2.11 to 2.15"
     assert torch_warning(version) == said
 
 

@@ -24,7 +24,7 @@ from torchmars.parallel.layout import Layout
 from torchmars.training.checkpointer import Resumed
 from torchmars.training.determinism import kept_variables
 
-TESTED = ("2.11", "2.13")  # torch, from and to: the range of pyproject.toml
+TESTED = ("2.11", "2.15")  # torch, from and to: the range of pyproject.toml
 
 
 def introduction(
