@@ -82,7 +82,7 @@ def read(folder: PurePath) -> CheckpointManifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = parse(path, storage_of(path).open)
+        manifest = parse_manifest(path, storage_of(path).open)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -94,7 +94,7 @@ def read(folder: PurePath) -> CheckpointManifest:
     return manifest
 
 
-def parse(path: PurePath, open: Callable[[PurePath], BinaryIO]) -> CheckpointManifest:
+def parse_manifest(path: PurePath, open: Callable[[PurePath], BinaryIO]) -> CheckpointManifest:
     """Return the manifest in a file. Raises as `Format.read` does, also if it makes no sense."""
     manifest = FORMAT.read(path, CheckpointManifest, open)
     for section, key in NEEDED:

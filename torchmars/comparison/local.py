@@ -106,7 +106,7 @@ class ForkedTrial:
 
     def __init__(self, file: Path, variables: dict[str, str]) -> None:
         forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(["torchmars.train", "torchmars.training.trainer"])
+        forks.set_forkserver_preload(["torchmars.train", "torchmars.training.build"])
         own = {"OMP_NUM_THREADS": variables["OMP_NUM_THREADS"], **found_as_here(variables)}
         with changed_variables(own):  # the server reads them where it starts and imports torch
             self.process = forks.Process(target=train_alone, args=(file, variables))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchmars.checkpoint.manifest import VERSION, CheckpointManifest, parse
+from torchmars.checkpoint.manifest import VERSION, CheckpointManifest, parse_manifest
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
 from torchmars.optim.matrices.shapes import Interval
@@ -109,7 +109,7 @@ class Header:
 
     def read_manifest(self) -> CheckpointManifest:
         """Return all about the run but its tensors."""
-        return parse(PurePath("manifest"), lambda _: io.BytesIO(self.manifest.encode()))
+        return parse_manifest(PurePath("manifest"), lambda _: io.BytesIO(self.manifest.encode()))
 
     def is_sound(self) -> bool:
         """Return whether there can be such a copy: a checksum that is right does not tell that."""
