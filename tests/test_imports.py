@@ -31,9 +31,8 @@ from torchmars.training import trainer
 LAUNCHER = """
 from torchmars.commands import launch
 from torchmars.cluster.sizes import MinMax
-sources = launch.load_sources([sys.argv[1]], "test")
-config = launch.config_of(sources)
-launch.prepare(config, sources, launch.sizes_of(config, MinMax(1, 1), 2))
+config = launch.load_config([sys.argv[1]], "test")
+launch.prepare(config, launch.sizes_of(config, MinMax(1, 1), 2))
 """
 
 
