@@ -124,7 +124,7 @@ def test_a_call_that_fails_leaves_the_run_to_others(config, monkeypatch, error):
 
     name, before = f"failing-{error.__name__}", lock_threads()
     with monkeypatch.context() as patch:
-        patch.setattr("torchmars.training.reporter.introduction", fail)
+        patch.setattr("torchmars.training.build.introduction", fail)
         with pytest.raises(torchmars.UserError if error is SystemExit else error):
             torchmars.run_training(config, run={"name": name})
     assert lock_threads() <= before

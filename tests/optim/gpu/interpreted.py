@@ -27,6 +27,15 @@ def interpret():
     for name in list(sys.modules):
         if name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
             del sys.modules[name]
+    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+    load = builder.create_masked_load
+
+    def load_where(self, pointers, mask, *others):
+        """Triton 3.9 gives a mask that is one comparison of a number the number's own dtype."""
+        mask.data = mask.data.astype(bool)
+        return load(self, pointers, mask, *others)
+
+    builder.create_masked_load = load_where
 
 
 def with_kernels(optimizer):
