@@ -18,6 +18,9 @@ class Copies:
             weight: nn.Parameter(torch.empty_like(weight, dtype=dtype))
             for weight in model.parameters()
         }
+        if torch.__version__ >= "2.15":  # FSDP takes gradients as they come, also in float32
+            for copy in copies.values():
+                copy.grad_dtype = None
         for module in model.modules():
             for name, weight in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
                 setattr(module, name, copies[weight])
