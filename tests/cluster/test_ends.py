@@ -10,7 +10,7 @@ from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_t
 from torchmars.cluster import watchdog
 from torchmars.cluster.hangs import was_blocked
 from torchmars.config.load import config_from_tables
-from torchmars.metrics.events import EVENTS_FILE, read_events
+from torchmars.records.events import EVENTS_FILE, read_events
 
 # Leaving the process group waits for the others, as under NCCL where they wait for this rank.
 BLOCKING = """

@@ -13,7 +13,7 @@ from tests.support.commands import ROOT, SECONDS, all_gone, needs_proc, start, s
 from tests.support.full import FULL
 from tests.support.machines import free_endpoint, slurm
 from tests.support.tiny import metrics, tiny_tables, train
-from torchmars.metrics.events import EVENTS_FILE, read_events
+from torchmars.records.events import EVENTS_FILE, read_events
 
 
 @pytest.fixture

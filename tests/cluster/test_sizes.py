@@ -16,8 +16,8 @@ from torchmars.cluster.sizes import MinMax, read_bounds, sizes_of
 from torchmars.commands import train
 from torchmars.config import ParallelismConfig, TrainingConfig
 from torchmars.core.errors import UserError
-from torchmars.metrics.gpus import GIB
 from torchmars.planning import thumb
+from torchmars.records.gpus import GIB
 
 
 def config_of(batch, microbatch=None, **parallelism):

@@ -36,7 +36,7 @@ from torchmars.commands.launch import parse_torchrun
 from torchmars.config import MetricsConfig
 from torchmars.config.load import config_text, load_config
 from torchmars.config.toml_files import merge, read_toml
-from torchmars.metrics.trackers import check_trackers
+from torchmars.records.trackers import check_trackers
 from torchmars.training.preparation import prepare_run, write_settings
 
 # The environment.
@@ -160,12 +160,6 @@ def test_the_variables_of_a_rank(place, monkeypatch, capsys, name, value, messag
     assert ended.value.code == 2
     if name != "LOCAL_RANK":  # the first rank of a machine speaks
         assert capsys.readouterr().err.startswith(f"error: {message}")
-
-
-def test_the_mode_of_wandb(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "nonsense")
-    check_trackers(MetricsConfig())
-    assert "WANDB_MODE must be one of online" in mistake(check_trackers, MetricsConfig(wandb=True))
 
 
 @pytest.mark.parametrize("name,extra", [("wandb", ""), ("tensorboard", "tensorboard")])

@@ -26,7 +26,7 @@ from tests.support.tiny import tiny_tables, train
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.cluster.signals import ECHO_SECONDS
-from torchmars.metrics.events import EVENTS_FILE, read_events
+from torchmars.records.events import EVENTS_FILE, read_events
 
 
 @needs_proc

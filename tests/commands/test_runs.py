@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.support.records import listed_run
-from torchmars.metrics.events import EventLog
+from torchmars.records.events import EventLog
 
 
 @pytest.fixture

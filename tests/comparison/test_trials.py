@@ -15,8 +15,8 @@ from torchmars.comparison.trials import (
     write_trial,
 )
 from torchmars.core.errors import UserError
-from torchmars.metrics.events import EventLog
-from torchmars.metrics.journal import last_step
+from torchmars.records.events import EventLog
+from torchmars.records.lines import last_step
 
 
 @pytest.fixture

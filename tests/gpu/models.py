@@ -17,7 +17,6 @@ from torchmars.config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from torchmars.metrics.throughput import Throughput, peak_flops
 from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, param_groups
@@ -25,6 +24,7 @@ from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.loss import chunk_tokens, mean_loss
 from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.records.speed import Throughput, peak_flops
 
 DTYPE = sized("bfloat16", "float32")
 NANO = {"n_layer": 1, "n_head": 2, "n_embd": 32}

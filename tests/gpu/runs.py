@@ -20,8 +20,8 @@ from tests.support import commands
 from tests.support.tiny import tiny_tables, write_config, write_text
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config.load import config_from_tables
-from torchmars.metrics.gpus import GIB
 from torchmars.optim.kernels import can_compile
+from torchmars.records.gpus import GIB
 
 FAILS = """
 import torch

@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from tests.gpu.device import ON_GPU, sized
-from torchmars.metrics.gpus import GIB
+from torchmars.records.gpus import GIB
 
 Step = Callable[[], object]
 WARM_UP, ROUNDS = sized(4, 1), sized(3, 1)  # the first steps compile

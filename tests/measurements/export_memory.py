@@ -25,10 +25,10 @@ from torchmars.checkpoint.state_dict import model_state
 from torchmars.cluster import connection
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
-from torchmars.metrics.events import EventLog
 from torchmars.models import build_meta_model
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.records.events import EventLog
 
 VOCABULARY = 128256
 MEASURED = """

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.support.records import made_comparison, made_run
-from torchmars.metrics.events import Event
+from torchmars.records.events import Event
 from torchmars.records.run import read_run
 from torchmars.reports.events import told
 from torchmars.reports.page import comparison_page, run_page, text

@@ -26,7 +26,7 @@ from torchmars.checkpoint.retention import Retention
 from torchmars.checkpoint.saver import Saver
 from torchmars.core import locks
 from torchmars.storage import ownership
-from torchmars.metrics.journal import Journal
+from torchmars.records.lines import Journal
 from torchmars.train import main
 
 locks.PATIENCE, ownership.RENEW_SECONDS = 10.0, 1.0

@@ -14,7 +14,7 @@ from torchmars.comparison.results import (
     LossCurve,
     TrialResult,
 )
-from torchmars.metrics.events import EventLog
+from torchmars.records.events import EventLog
 from torchmars.records.run import read_run
 
 TOKENS_PER_STEP = 4096

@@ -14,7 +14,7 @@ from tests.support.tiny import (
     train_here,
     write_text,
 )
-from torchmars.metrics.events import EVENTS_FILE, read_events
+from torchmars.records.events import EVENTS_FILE, read_events
 
 NAMES = ("metrics.jsonl", "checkpoints", EVENTS_FILE)
 

@@ -25,8 +25,8 @@ from tests.support.tiny import (
 from torchmars.config import GuardsConfig
 from torchmars.core.errors import EXIT_HUNG
 from torchmars.data.loader import Loader
-from torchmars.metrics.events import EVENTS_FILE, read_events
 from torchmars.parallel import part
+from torchmars.records.events import EVENTS_FILE, read_events
 from torchmars.training.guards import LossGuard, recent
 
 

@@ -20,7 +20,7 @@ from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, Ended, UserError, say_error
 from torchmars.data.manifest import has_manifest
-from torchmars.metrics.journal import METRICS_FILE
+from torchmars.records.lines import METRICS_FILE
 
 LAST_LINES = 20  # of what a run printed that failed
 

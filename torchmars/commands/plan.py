@@ -10,7 +10,7 @@ from torchmars.config.load import load_command
 from torchmars.core.bounds import Range
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
-from torchmars.metrics.gpus import GIB
+from torchmars.records.gpus import GIB
 
 
 @dataclass

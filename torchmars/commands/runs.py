@@ -2,9 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from torchmars.checkpoint.folder import other_run
@@ -13,13 +12,13 @@ from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
+from torchmars.core.places import local_place
 from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.tables import table
 from torchmars.core.words import counted, duration, number_or_dash
-from torchmars.metrics.lines import warn_of_damage
+from torchmars.records.lines import warn_of_damage
 from torchmars.records.overview import Overview, find_runs, overview
 from torchmars.records.run import LINES
-from torchmars.records.stored import stored_overview, stored_runs
 
 HEADINGS = ("run", "step", "loss", "validation", "bits/byte", "tokens/s", "last write", "state")
 
@@ -32,8 +31,8 @@ class Runs:
     an error. Runs up to three levels deep are listed, as in comparisons/NAME/trials/RUN.
     """
 
-    folder: Positional[PurePath] = Path("runs")
-    """Folder of runs, or one run. In an object store: by the newest checkpoint alone."""
+    folder: Positional[Path] = Path("runs")
+    """Folder of runs, or one run."""
     json: Path | None = None
     """Write the list to this file too."""
 
@@ -43,18 +42,15 @@ def main() -> None:
     with exit_on_user_error():
         options = parse(Runs, sys.argv[1:], "torchmars runs")
         check_results_file(options.json)
-        folder = options.folder
-        if isinstance(folder, Path) and not folder.is_dir():
+        folder = local_place(options.folder, "the folder of runs")
+        if not folder.is_dir():
             why = path_problem(folder, "folder") or "it does not exist"
             remedy = other_run(folder, "name a folder of runs")
             raise UserError(f"there are no runs in {folder} ({why}): {remedy}")
-        local = isinstance(folder, Path)
-        list_runs: Callable[[Any], Sequence[PurePath]] = find_runs if local else stored_runs
-        look: Callable[[Any], Overview] = overview if local else stored_overview
-        found: dict[PurePath, Overview | UserError] = {}
-        for run in list_runs(folder):
+        found: dict[Path, Overview | UserError] = {}
+        for run in find_runs(folder):
             try:
-                found[run] = look(run)
+                found[run] = overview(run)
             except UserError as error:
                 found[run] = error
         if options.json is not None:
@@ -65,11 +61,11 @@ def main() -> None:
         rows = [HEADINGS, *(run_row(run, each) for run, each in found.items())]
         say(*table(rows, right=range(1, len(HEADINGS) - 1)))
         for run, each in found.items():
-            if isinstance(each, Overview) and isinstance(run, Path):
+            if isinstance(each, Overview):
                 warn_of_damage(run / LINES, each.damaged_lines)
 
 
-def run_row(folder: PurePath, run: Overview | UserError) -> tuple[str, ...]:
+def run_row(folder: Path, run: Overview | UserError) -> tuple[str, ...]:
     """Return the cells of a run."""
     if isinstance(run, UserError):
         return (str(folder), *[""] * (len(HEADINGS) - 2), f"damaged: {run}")
@@ -92,7 +88,7 @@ def machines_in_words(run: Overview) -> str:
     return f", {counted(run.machines, 'machine')} ({run.left} left, {run.joined} joined)"
 
 
-def known_facts(folder: PurePath, run: Overview | UserError) -> dict[str, Any]:
+def known_facts(folder: Path, run: Overview | UserError) -> dict[str, Any]:
     """Return the known facts on a run, or its fault, for a file of JSON."""
     facts = {"damaged": str(run)} if isinstance(run, UserError) else asdict(run)
     return {"folder": str(folder)} | facts

@@ -13,7 +13,7 @@ from torchmars.comparison.trials import delete_checkpoints, end_trial, forget_fa
 from torchmars.core.console import say
 from torchmars.core.words import counted
 from torchmars.data.progress_bar import ProgressBar
-from torchmars.metrics.journal import METRICS_FILE, last_step
+from torchmars.records.lines import METRICS_FILE, last_step
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 2.0  # between two looks at how far the trials are

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from torchmars.metrics.gpus import GIB
 from torchmars.parallel.checks import untrained
 from torchmars.planning.assumptions import FLOPS, GPU, MEMORY, NETWORK
 from torchmars.planning.plan import Plan
 from torchmars.planning.scaling import beyond_family
+from torchmars.records.gpus import GIB
 
 BUBBLE = 0.15  # of a step, from which on a pipeline is worth another look
 OPTIMIZER_SHARE = 0.1  # of a step, from which on an uneven plan is felt

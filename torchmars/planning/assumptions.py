@@ -1,6 +1,6 @@
 """The cluster that plans assume: H100s, eight on a machine, and a good network."""
 
-from torchmars.metrics.gpus import GIB, GPUS
+from torchmars.records.gpus import GIB, GPUS
 
 GPU = GPUS["H100"]
 RESERVED = 8 * GIB  # of each GPU: CUDA, NCCL and a fragmented allocator

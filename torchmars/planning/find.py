@@ -18,12 +18,12 @@ from torchmars.config.parallelism import Accumulation, PipelineSchedule
 from torchmars.config.plugins import load_plugins
 from torchmars.config.toml_files import Tables
 from torchmars.core.errors import UserError
-from torchmars.metrics.gpus import GIB
 from torchmars.models import Model
 from torchmars.parallel.checks import check_layout, check_memory
 from torchmars.planning.assumptions import RESERVED, SPEEDS
 from torchmars.planning.plan import plan_rank
 from torchmars.planning.thumb import RuleOfThumb, rule_of_thumb
+from torchmars.records.gpus import GIB
 
 PLANNED = 8  # layouts at most
 CAREFUL = 2  # of these, that fit even if the rule of thumb is off by `OFF`

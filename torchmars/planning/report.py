@@ -7,12 +7,12 @@ from torchmars.cluster.sizes import UsableSizes
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted, duration
-from torchmars.metrics.gpus import GIB
 from torchmars.planning.advice import advice
 from torchmars.planning.assumptions import SPEEDS
 from torchmars.planning.plan import Plan
 from torchmars.planning.scaling import transferred
 from torchmars.planning.simulation import Simulation
+from torchmars.records.gpus import GIB
 from torchmars.training.summary import summary
 
 

@@ -9,12 +9,12 @@ from torchmars.core.device import gpu_memory
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted
 from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.metrics.gpus import GIB
 from torchmars.models import Model, build_run_model
 from torchmars.optim import MARS
 from torchmars.parallel.cuts import even_counts, head_in_blocks, stage_ranks
 from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK
 from torchmars.planning.pipeline import computed_again
+from torchmars.records.gpus import GIB
 from torchmars.training.optimizer import build_optimizer
 
 

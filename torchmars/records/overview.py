@@ -1,6 +1,7 @@
-"""Which runs a folder has, and how far each is, without reading all that they have written."""
+"""Which runs a folder has, and how far each is."""
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Literal
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.core.locks import is_locked
-from torchmars.metrics.events import EVENTS_FILE
-from torchmars.metrics.journal import METRICS_FILE, last_rows
+from torchmars.records.events import EVENTS_FILE
+from torchmars.records.lines import METRICS_FILE
 from torchmars.records.run import BITS, CONFIG_FILE, SPEED, Run, read_run
 
-State = Literal["running", "stopped", "complete", "failed", "saved"]
+State = Literal["running", "stopped", "complete", "failed"]
 # Where locks do not tell whether a run is running, one that has written this lately is.
 SILENT_SECONDS = 600.0
 BEGIN_AND_END = ("started", "stopped", "complete", "failed")
@@ -48,26 +49,29 @@ class Overview:
 def overview(folder: Path) -> Overview:
     """Return how far the run in `folder` is. Raises `UserError` if it is damaged, or none."""
     run = read_run(folder)
-    names = ("step", "train/loss", "validation/loss", BITS, SPEED)
-    rows, damaged = last_rows(folder / METRICS_FILE, names)
-    last = {name: rows[name][name] for name in rows}
     kinds = [event.kind for event in run.events]
     starts = [event.facts for event in run.events if event.kind == "started"]
     machines = starts[-1].get("machines") if starts else None
     return Overview(
         state_of(run),
-        last.get("step", 0),
+        run.last_step,
         run.steps,
-        last.get("train/loss"),
-        last.get("validation/loss"),
-        last.get(BITS),
-        last.get(SPEED),
+        last_value(run, "train/loss"),
+        last_value(run, "validation/loss"),
+        last_value(run, BITS),
+        last_value(run, SPEED),
         last_written(folder),
-        run.events.damaged + damaged,
+        run.damaged,
         machines if isinstance(machines, int) else None,
         kinds.count("left"),
         kinds.count("joined"),
     )
+
+
+def last_value(run: Run, name: str) -> float | None:
+    """Return the newest value of a measurement; None without one, or where it was not finite."""
+    values = run.series[name].values[-1:] if name in run.series else ()
+    return next((float(value) for value in values if math.isfinite(value)), None)
 
 
 def is_complete(config: ResolvedConfig) -> bool:

@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +15,14 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.places import local_place
-from torchmars.metrics.events import EVENTS_FILE, Event, read_events
-from torchmars.metrics.journal import METRICS_FILE, measurements
-from torchmars.metrics.lines import Lines, Row, read_lines, warn_of_damage
+from torchmars.records.events import EVENTS_FILE, Event, read_events
+from torchmars.records.lines import (
+    METRICS_FILE,
+    Lines,
+    measurements,
+    read_lines,
+    warn_of_damage,
+)
 
 CONFIG_FILE = "config.toml"
 LINES = "*.jsonl"  # its files of lines, in what is said of them
@@ -184,24 +188,16 @@ def read_series(file: Path) -> tuple[dict[str, Series], int]:
 
     Raises `UserError` if the file cannot be read.
     """
-    # Rows with the same names make a table, row after row, which numpy takes at once.
-    tables: dict[tuple[str, ...], list[Any]] = {}
-
-    def take(row: Row) -> None:
-        tables.setdefault(tuple(measurements(row)), []).extend(row.values())
-
-    damaged = read_lines(file, take).damaged
-    parts: dict[str, list[Series]] = {}
-    for names, cells in tables.items():
-        columns = dict(zip(names, np.array(cells, np.float64).reshape(-1, len(names)).T.copy()))
-        steps = columns.pop("step").astype(np.int64)
-        for name, values in columns.items():
-            parts.setdefault(name, []).append(Series(steps, values))
-    return {name: joined(of_name) for name, of_name in parts.items()}, damaged
-
-
-def joined(parts: list[Series]) -> Series:
-    """Return series of the same measurement as one, by steps."""
-    steps = np.concatenate([part.steps for part in parts])
-    order = np.argsort(steps, kind="stable")
-    return Series(steps[order], np.concatenate([part.values for part in parts])[order])
+    rows = read_lines(file, measurements)
+    found: dict[str, tuple[list[int], list[float | None]]] = {}
+    for row in rows:
+        step = row.pop("step")
+        for name, value in row.items():
+            steps, values = found.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(value)
+    series = {
+        name: Series(np.array(steps, np.int64), np.array(values, np.float64))  # None becomes NaN
+        for name, (steps, values) in found.items()
+    }
+    return series, rows.damaged

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torchmars.metrics.events import Event
+from torchmars.records.events import Event
+from torchmars.records.lines import is_number
 from torchmars.records.run import Run
 
 ENDS = ("stopped", "complete", "failed")
@@ -47,4 +48,4 @@ def started(facts: dict[str, Any]) -> list[str]:
 
 def decimal(value: Any, digits: int) -> str:
     """Return a number that an event gives; a question mark if it is none."""
-    return f"{value:,.{digits}f}" if isinstance(value, int | float) else "?"
+    return f"{value:,.{digits}f}" if is_number(value) else "?"

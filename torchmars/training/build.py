@@ -19,9 +19,6 @@ from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.scoring import Scorer
 from torchmars.exchange.hub import find_folder, is_of_hub
-from torchmars.metrics.events import EventLog
-from torchmars.metrics.machines import MachinesBefore, machines_before
-from torchmars.metrics.metrics import Metrics, open_metrics
 from torchmars.models import build_run_model
 from torchmars.models.base import factors_of
 from torchmars.models.documents import document_starts
@@ -31,6 +28,8 @@ from torchmars.parallel.checks import check_layout
 from torchmars.parallel.fsdp import weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.records.events import EventLog, MachinesBefore, machines_before
+from torchmars.records.metrics import Metrics, open_metrics
 from torchmars.training.checkpointer import Checkpointer, RunState
 from torchmars.training.ema import MovingAverage
 from torchmars.training.optimizer import build_optimizer

@@ -23,9 +23,9 @@ from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture
 from torchmars.data.shares import Shares, shares_from_start
 from torchmars.exchange.initial import init_from
-from torchmars.metrics.events import EventLog
 from torchmars.optim import MARS
 from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.records.events import EventLog
 from torchmars.training.ema import MovingAverage
 from torchmars.training.guards import recent
 from torchmars.training.optimizer import build_optimizer

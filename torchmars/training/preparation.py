@@ -19,10 +19,10 @@ from torchmars.data.shards import Level
 from torchmars.data.tokenizer_file import FileTokenizer
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.tasks import Question
-from torchmars.metrics.trackers import check_trackers
 from torchmars.models import build_run_model
 from torchmars.parallel.checks import check_layout, untrained
 from torchmars.parallel.float8 import check_package
+from torchmars.records.trackers import check_trackers
 from torchmars.storage import storage_of
 
 

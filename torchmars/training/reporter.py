@@ -10,11 +10,10 @@ from torchmars.config.model import OWN
 from torchmars.core.console import labelled, next_commands
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import Mixture
-from torchmars.metrics.events import EventLog
-from torchmars.metrics.machines import MachinesBefore
-from torchmars.metrics.metrics import Metrics
 from torchmars.optim import MARS
 from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.records.events import EventLog, MachinesBefore
+from torchmars.records.metrics import Metrics
 from torchmars.training.checkpointer import Resumed, RunState
 
 

@@ -13,10 +13,10 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import is_gone
 from torchmars.data.loader import Loader
 from torchmars.evaluation.results import Evaluation
-from torchmars.metrics.phases import OTHER
 from torchmars.optim import MARS
 from torchmars.parallel.layout import FlagExchange
 from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.records.speed import OTHER
 from torchmars.training.checkpointer import Checkpointer, Resumed
 from torchmars.training.ema import MovingAverage
 from torchmars.training.ending import STOP, Endings, StepFlags

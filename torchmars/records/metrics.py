@@ -9,11 +9,11 @@ import torch
 
 from torchmars.config import ResolvedConfig
 from torchmars.core.console import say
-from torchmars.metrics.events import EventLog
-from torchmars.metrics.journal import METRICS_FILE, Journal
-from torchmars.metrics.throughput import Throughput, peak_memory
-from torchmars.metrics.trackers import Tracker, open_trackers
 from torchmars.parallel.layout import Layout
+from torchmars.records.events import EventLog
+from torchmars.records.lines import METRICS_FILE, Journal, last_step
+from torchmars.records.speed import Throughput, peak_memory
+from torchmars.records.trackers import Tracker, open_trackers
 
 # A momentum this many times as large as the gradient is in the progress line: one earlier gradient
 # then decides where the weights go.
@@ -87,10 +87,14 @@ class Metrics:
         self.write(step, f"evaluation/{task}", values)
 
     def write(self, step: int, kind: str, values: dict[str, float]) -> None:
-        """Report measurements of a kind after step number `step`, without a progress line."""
+        """Report measurements of a kind after step number `step`, without a progress line.
+
+        In metrics.jsonl one that is not finite is null.
+        """
         named = {f"{kind}/{name}": value for name, value in values.items()}
         if self.journal is not None:
-            self.journal.write(step, named)
+            finite = {name: v if math.isfinite(v) else None for name, v in named.items()}
+            self.journal.write({"step": step} | finite)
         for tracker in self.trackers:
             tracker.write(step, named)
 
@@ -100,9 +104,7 @@ class Metrics:
             self.journal.sync()
 
     def close(self) -> None:
-        """Write pending lines, and close all files."""
-        if self.journal is not None:
-            self.journal.close()
+        """Close the trackers, which may have numbers left to write."""
         for tracker in self.trackers:
             tracker.close()
 
@@ -144,9 +146,10 @@ def open_metrics(
     )
 
     def open_files() -> tuple[Journal, list[Tracker]]:
-        file = config.run.path / METRICS_FILE
-        journal = Journal(file, step, validated, events.deleted, check)
-        return journal, open_trackers(config, step)
+        journal = Journal(config.run.path / METRICS_FILE, events.deleted, check)
+        reached = last_step(journal.file)
+        journal.rewind(step, validated)
+        return journal, open_trackers(config, step, reached)
 
     journal, trackers = (layout.only_first(open_files) if write else None) or (None, [])
     return Metrics(journal, trackers, throughput, training.steps, device)

@@ -5,8 +5,7 @@ import time
 import pytest
 import torch
 
-from torchmars.metrics.phases import PAUSED, PhaseClock
-from torchmars.metrics.throughput import Throughput
+from torchmars.records.speed import PAUSED, PhaseClock, Throughput
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ import json
 import os
 import time
 
-from torchmars.metrics.events import EVENTS_FILE, EventLog, read_events
-from torchmars.metrics.journal import METRICS_FILE
-from torchmars.metrics.machines import machines_before
+from torchmars.records.events import EVENTS_FILE, EventLog, machines_before, read_events
+from torchmars.records.lines import METRICS_FILE
 from torchmars.reports.events import event_words
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from torchmars.metrics.gpus import GIB
-from torchmars.metrics.throughput import peak_flops, peak_memory
 from torchmars.planning.assumptions import MEMORY
+from torchmars.records.gpus import GIB
+from torchmars.records.speed import peak_flops, peak_memory
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Trackers end no run, and an account that is missing is known before the work."""
 
 import errno
-import os
 import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 
@@ -13,8 +13,8 @@ from tests.support.tiny import metrics, tiny_config, tiny_tables, write_text
 from torchmars.config import MetricsConfig
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
-from torchmars.metrics import trackers
-from torchmars.metrics.trackers import check_trackers, open_trackers
+from torchmars.records import trackers
+from torchmars.records.trackers import check_trackers, open_trackers
 
 KEY = "0123456789" * 4
 
@@ -23,20 +23,47 @@ def full_disk():
     return OSError(errno.ENOSPC, "No space left on device")
 
 
+def fake_wandb(monkeypatch, init):
+    """Let `init` take the place of `wandb.init`, where an account is known."""
+    settings = types.SimpleNamespace(mode="online", sync_dir="here")
+
+    def setup(given):
+        assert given == {"silent": True}
+        return types.SimpleNamespace(settings=settings)
+
+    fake = types.SimpleNamespace(
+        init=init,
+        Settings=lambda **given: given,
+        setup=setup,
+        login=lambda **given: True,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "9")
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+
+
 class FakeRun:
     """What `wandb.init` gives; one of its calls, or none, fails."""
+
+    offline, url = False, "https://wandb.ai/our-team/books"
 
     def __init__(self, failing, error):
         self.failing, self.error, self.calls = failing, error, []
 
-    def call(self, name, /, *args, **settings):
+    def call(self, name):
         self.calls.append(name)
         if name == self.failing:
             raise self.error
         return self
 
-    def __getattr__(self, name):
-        return lambda *args, **settings: self.call(name, *args, **settings)
+    def init(self, **settings):
+        return self.call("init")
+
+    def log(self, values, step):
+        self.call("log")
+
+    def finish(self):
+        self.call("finish")
 
 
 @pytest.fixture
@@ -51,10 +78,11 @@ def alone(tmp_path, monkeypatch):
     return tmp_path
 
 
-def used(config):
-    """Open the trackers of a config, and use them for three steps."""
-    opened = open_trackers(config, 0)
-    for step in (1, 2, 3):
+def used(config, start=0, steps=(1, 2, 3), reached=0):
+    """Open the trackers of a config, and use them for some steps."""
+    config.run.path.mkdir(parents=True, exist_ok=True)
+    opened = open_trackers(config, start, reached)
+    for step in steps:
         for each in opened:
             each.write(step, {"train/loss": 1.0})
     for each in opened:
@@ -65,13 +93,12 @@ def used(config):
 @pytest.mark.parametrize("error", [full_disk(), RuntimeError("gone\nfor good"), KeyError("x")])
 def test_a_failure_of_wandb_is_told_once(alone, monkeypatch, capsys, failing, error):
     fake = FakeRun(failing, error)
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fake.init))
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "9")
+    fake_wandb(monkeypatch, fake.init)
     used(tiny_config(alone, metrics={"wandb": True}))
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert err.count("\n") == 1 and err.startswith("warning: metrics.wandb has failed")
     assert type(error).__name__ in err
+    assert out == ("" if failing == "init" else f"wandb     {fake.url}\n")
     order = ["init", "log", "log", "log", "finish"]
     assert fake.calls == order[: order.index(failing) + 1]
 
@@ -109,9 +136,7 @@ def test_a_disk_that_is_full_for_tensorboards_own_thread(alone, monkeypatch, cap
 def test_a_run_whose_trackers_fail_is_complete(alone, monkeypatch, capsys):
     pytest.importorskip("torch.utils.tensorboard")
     fake = FakeRun("log", ConnectionError("gone"))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fake.init))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "9")
+    fake_wandb(monkeypatch, fake.init)
     write_text(alone)
     both = {"wandb": True, "tensorboard": True}
     tables = tiny_tables(alone, training={"steps": 3}, metrics=both)
@@ -140,7 +165,11 @@ class Server:
         rows = self.rows.setdefault(settings["id"], [])
         self.first = max((step for step, _ in rows), default=0) + 1 if self.online else 0
         return types.SimpleNamespace(
-            log=lambda values, step: self.log(rows, values, step), finish=lambda: None
+            log=lambda values, step: self.log(rows, values, step),
+            finish=lambda: None,
+            offline=not self.online,
+            url="https://wandb.ai/our-team/books",
+            settings=types.SimpleNamespace(sync_dir="here"),
         )
 
     def log(self, rows, values, step):
@@ -165,10 +194,7 @@ class Server:
 def server(request, alone, monkeypatch):
     """W&B's server, for runs in the folder of `alone` with a text."""
     made = Server(request.param == "online")
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=made.init))
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "9")
-    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    fake_wandb(monkeypatch, made.init)
     return made
 
 
@@ -195,14 +221,12 @@ def test_a_killed_run_is_one_at_wandb(alone, server, capsys):
     assert len(server.rows) == 2
 
 
-def test_steps_after_a_rollback_are_at_wandb_once(alone, server):
-    """The process may go back itself, and end before it is where it was."""
+def test_steps_that_are_made_again_are_at_wandb_once(alone, server):
+    """A start may end before it is where another one was."""
     config = tiny_config(alone, metrics={"wandb": True})
-    config.run.path.mkdir(parents=True)
-    for step, steps in [(0, (1, 2, 3, 4, 3, 4, 5, 6, 4)), (4, (5, 6, 6, 7, 7))]:
-        (tracker,) = open_trackers(config, step)
-        for each in steps:
-            tracker.write(each, {"train/loss": 1.0})
+    used(config, steps=range(1, 7))
+    used(config, 0, steps=range(1, 4), reached=6)
+    used(config, 2, steps=(3, 4, 5, 6, 7, 7), reached=3)
     (rows,) = server.rows.values()
     assert [step for step, _ in rows] == [1, 2, 3, 4, 5, 6, 7, 7]
     assert not server.refused
@@ -215,95 +239,49 @@ def test_an_id_that_is_damaged_is_a_new_one(alone, server, kept):
     file = config.run.path / trackers.WANDB_FILE
     file.write_bytes(kept if isinstance(kept, bytes) else kept.encode())
     used(config)
-    used(config)
+    used(config, reached=3)
     (id,) = server.rows
     assert id != "a" and [step for step, _ in server.rows[id]] == [1, 2, 3]
 
 
 def test_the_id_of_wandbs_own_launcher_wins(alone, server, monkeypatch):
     config = tiny_config(alone, metrics={"wandb": True})
-    config.run.path.mkdir(parents=True)
     used(config)
     monkeypatch.setenv("WANDB_RUN_ID", "of-a-sweep")
     used(config)
-    used(config)
+    used(config, reached=3)
     assert [*server.rows][1:] == ["of-a-sweep"]
     assert [step for step, _ in server.rows["of-a-sweep"]] == [1, 2, 3]
 
 
-def netrc_of(host, login="user"):
-    return lambda home: (home / ".netrc").write_text(
-        f"machine {host}\n  login {login}\n  password {KEY}\n"
-    )
+def netrc(home):
+    (home / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
 
 
-def settings_of(text, file=".config/wandb/settings"):
-    def write(home):
-        (home / file).parent.mkdir(parents=True, exist_ok=True)
-        (home / file).write_text(f"[default]\n{text}\n")
-
-    return write
-
-
-WITH = {
-    "key": {"WANDB_API_KEY": KEY},
-    "token": {"WANDB_IDENTITY_TOKEN_FILE": "token"},
-    "offline": {"WANDB_MODE": "offline"},
-    "disabled": {"WANDB_MODE": "disabled"},
-    "dryrun": {"WANDB_MODE": "dryrun"},
-    "login": netrc_of("api.wandb.ai"),
-    "login of another version": netrc_of("api.elsewhere.com"),
-    "settings": settings_of(f"api_key = {KEY}"),
-    "wandb offline": settings_of("mode = offline", "wandb/settings"),
-}
-WITHOUT = {
-    "nothing": {},
-    "empty key": {"WANDB_API_KEY": ""},
-    "online": {"WANDB_MODE": "online"},
-    "shared": {"WANDB_MODE": "shared"},
-    "login elsewhere": netrc_of("github.com", "me"),
-    "damaged login": lambda home: (home / ".netrc").write_text("machine"),
-    "damaged settings": lambda home: settings_of("[")(home),
-    "settings without": settings_of("project = x"),
+CASES = {
+    "nothing": ({}, "needs an account.*WANDB_MODE=offline"),
+    "empty key": ({"API_KEY": ""}, "needs an account"),
+    "no key": ({"API_KEY": "x"}, "metrics.wandb cannot be used: .*API key must have"),
+    "no mode": ({"MODE": "nonsense"}, "metrics.wandb cannot be used: .*'offline'"),
+    "key": ({"API_KEY": KEY}, None),
+    "offline": ({"MODE": "offline"}, None),
+    "disabled": ({"MODE": "disabled"}, None),
+    "login": (netrc, None),
 }
 
 
-def prepared(case, home, monkeypatch):
-    if callable(case):
-        case(home)
+@pytest.mark.parametrize("case", full_but(["nothing", "no mode", "key", "offline"], CASES))
+def test_an_account_that_is_needed(alone, monkeypatch, capsys, case):
+    """W&B itself is asked, once in a process; it says nothing."""
+    given, wrong = CASES[case]
+    wandb = pytest.importorskip("wandb")
+    if callable(given):
+        given(alone)
     else:
-        for name, value in case.items():
-            monkeypatch.setenv(name, value)
-
-
-@pytest.mark.parametrize("case", WITH)
-def test_an_account_or_none_that_is_needed(alone, monkeypatch, case):
-    prepared(WITH[case], alone, monkeypatch)
-    check_trackers(MetricsConfig(wandb=True))
-
-
-@pytest.mark.parametrize("case", WITHOUT)
-def test_no_account_is_a_mistake(alone, monkeypatch, case):
-    prepared(WITHOUT[case], alone, monkeypatch)
+        for name, value in given.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)
     check_trackers(MetricsConfig())
-    with pytest.raises(UserError, match="metrics.wandb needs an account.*WANDB_MODE=offline"):
+    with nullcontext() if wrong is None else pytest.raises(UserError, match=wrong):
         check_trackers(MetricsConfig(wandb=True))
-
-
-def test_a_login_for_another_server_does_not_count(alone, monkeypatch):
-    netrc_of("api.wandb.ai")(alone)
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.my.org")
-    with pytest.raises(UserError, match="needs an account"):
-        check_trackers(MetricsConfig(wandb=True))
-    netrc_of("wandb.my.org")(alone)
-    check_trackers(MetricsConfig(wandb=True))
-
-
-def test_a_home_that_cannot_be_read_has_no_account(alone, monkeypatch):
-    def refused(*_, **__):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    with monkeypatch.context() as unreadable:
-        unreadable.setattr(os, "stat", refused)
-        found = trackers.has_account({})
-    assert not found
+    wandb.teardown()
+    assert capsys.readouterr().err == ""

@@ -2,7 +2,7 @@
 
 import json
 
-from torchmars.metrics.events import EVENTS_FILE, EventLog, read_events
+from torchmars.records.events import EVENTS_FILE, EventLog, read_events
 
 
 def test_events_are_read_as_they_were_written(tmp_path):

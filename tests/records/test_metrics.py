@@ -10,11 +10,11 @@ import torch
 from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, train_here, write_text
-from torchmars.metrics import throughput
-from torchmars.metrics.events import EventLog
-from torchmars.metrics.journal import Journal
-from torchmars.metrics.metrics import Metrics
-from torchmars.metrics.throughput import Throughput
+from torchmars.records import speed
+from torchmars.records.events import EventLog
+from torchmars.records.lines import Journal
+from torchmars.records.metrics import Metrics
+from torchmars.records.speed import Throughput
 
 
 def open_metrics(config, step=0, ranks=1, flops_per_token=100):
@@ -25,7 +25,8 @@ def open_metrics(config, step=0, ranks=1, flops_per_token=100):
         config.training.global_batch_size * config.training.seq_len,
     )
     file, events = config.run.path / "metrics.jsonl", EventLog(config.run.path)
-    journal = Journal(file, step, True, events.deleted)
+    journal = Journal(file, events.deleted)
+    journal.rewind(step, True)
     speed = Throughput(step, tokens, flops_per_token, device, ranks)
     return Metrics(journal, [], speed, config.training.steps, device)
 
@@ -45,7 +46,7 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path):
 
 def test_throughput_leaves_pauses_out(tmp_path, monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
     writer = open_metrics(tiny_config(tmp_path))
     now[0] += 4
     with writer.throughput.paused():
@@ -59,7 +60,7 @@ def test_throughput_leaves_pauses_out(tmp_path, monkeypatch, capsys):
 
 def test_mfu_is_known_where_the_device_is(tmp_path, monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
     writer = open_metrics(tiny_config(tmp_path), ranks=2, flops_per_token=1000)
     writer.throughput.peak_flops = 2e6
     now[0] = 1.0

@@ -1,0 +1,130 @@
+"""events.jsonl: the events of a run, a line each; unlike metrics.jsonl it is never rewound."""
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any, Literal
+
+from torchmars.core.console import say
+from torchmars.core.errors import UserError
+from torchmars.core.files import is_gone
+from torchmars.records.lines import (
+    METRICS_FILE,
+    Journal,
+    Lines,
+    Row,
+    is_number,
+    last_step,
+    read_lines,
+)
+
+EVENTS_FILE = "events.jsonl"
+
+# The events of a run; docs/watching.md has the facts of each. A run whose processes were all killed
+# has no event of its end, and starts again.
+Kind = Literal[
+    "started",
+    "left",
+    "joined",
+    "saved",
+    "spike",
+    "sample",
+    "stopped",
+    "complete",
+    "failed",
+    "deleted",
+]
+END_OF_TIME = 253402214400.0  # the last day of the year 9999, with which calendars end
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run."""
+
+    kind: str
+    """Which `Kind`. An event of a later version may be of another one."""
+    step: int
+    """After which step."""
+    time: float
+    """When, in seconds since 1970."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The facts of this kind, by name."""
+
+
+class EventLog:
+    """Adds to the events of a run."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """`folder` is the run's; None on all ranks except the first, which alone writes."""
+        self.journal = None if folder is None else Journal(folder / EVENTS_FILE, self.deleted)
+
+    def add(self, kind: Kind, step: int, **facts: Any) -> None:
+        """Add an event of now, after `step`. If the disk refuses it, it is left out."""
+        if self.journal is not None:
+            self.journal.write({"time": time.time(), "event": kind, "step": step} | facts)
+
+    def deleted(self, step: int, path: PurePath) -> None:
+        """Say that a file or folder of the run was deleted before `step`, and add the event.
+
+        Of a run folder that is gone itself nothing is said: that ends the run.
+        """
+        if not is_gone(path.parent):
+            say(
+                f"warning: {path} was deleted or moved while the run went on, and starts over",
+                error=True,
+            )
+            self.add("deleted", step, what=path.name)
+
+
+def read_events(file: Path) -> Lines[Event]:
+    """Return the events in a file, oldest first. Raises `UserError` if it cannot be read."""
+    return read_lines(file, event_of)
+
+
+def event_of(row: Row) -> Event:
+    """Return the event that a line tells. Raises `ValueError` for any other line."""
+    kind, step, seconds = row.pop("event", None), row.pop("step"), row.pop("time", None)
+    if type(kind) is not str or not is_number(seconds) or not 0 <= seconds <= END_OF_TIME:
+        raise ValueError("it has no time, or is no event")
+    return Event(kind, step, float(seconds), row)
+
+
+@dataclass(frozen=True)
+class MachinesBefore:
+    """The machines of an elastic run at its last start, and how far the run was with them."""
+
+    meeting: str
+    """The name of their meeting, which others have joined or left since."""
+    names: frozenset[str]
+    reached: int
+    """The last step that they have reported."""
+    seconds: float
+    """How long ago that was."""
+
+    def add_changes(self, events: EventLog, step: int, names: frozenset[str]) -> dict[str, float]:
+        """Add an event for each machine that has left or joined before the start after `step`.
+
+        Returns the same as numbers, by name.
+        """
+        again = max(0, self.reached - step)
+        left, joined = sorted(self.names - names), sorted(names - self.names)
+        facts = {"seconds": self.seconds, "steps_again": again}
+        for name in left:
+            events.add("left", step, machine=name, **facts)
+        for name in joined:
+            events.add("joined", step, machine=name, **facts)
+        return {"count": len(names), "left": len(left), "joined": len(joined)} | facts
+
+
+def machines_before(folder: Path) -> MachinesBefore | None:
+    """Return the machines of the last start of the run in `folder`; None for its first start."""
+    with contextlib.suppress(UserError, OSError):
+        starts = [each for each in read_events(folder / EVENTS_FILE) if each.kind == "started"]
+        file = folder / METRICS_FILE
+        reached, written = last_step(file), file.stat().st_mtime
+        if starts and isinstance(names := starts[-1].facts.get("names"), list):
+            meeting = str(starts[-1].facts.get("meeting"))
+            seconds = max(0.0, time.time() - written)
+            return MachinesBefore(meeting, frozenset(map(str, names)), reached, seconds)
+    return None
