@@ -1,6 +1,5 @@
-"""The benchmark of configs by their own runs."""
+"""The benchmark of a config by its own run."""
 
-import json
 import os
 import signal
 import sys
@@ -40,31 +39,31 @@ def config(tmp_path):
 
 
 @pytest.mark.full
-def test_two_configs_in_alternation(run, config, tmp_path):
-    file = tmp_path / "results.json"
-    other = f"{config} --training.seq_len 16 --parallelism.pp 2 --training.microbatch_size 8"
-    options = ["--steps", 4, "--warmup", 2, "--rounds", 2, "--json", file, "--against", other]
-    code, out, err = run(config, *options, "--model.n_embd", 16)
+def test_a_config_by_its_own_run(run, config, tmp_path):
+    code, out, err = run(config, "--steps", 2, "--model.n_embd", 16)
     assert code == 0, err
-    found = json.loads(file.read_text())
-    one, two = found["configs"]
-    assert one["arguments"] == f"{config} --model.n_embd 16" and two["arguments"] == other
-    assert one["ranks"] == two["ranks"] == 2 and one["data"].startswith("random tokens, since ")
-    assert len(one["rounds"]) == len(two["rounds"]) == 2
-    for each in (*one["rounds"], *two["rounds"]):
-        assert min(each["phases_ms"].values()) > 0 and each["step_ms"] > 0
-        assert each["memory_gib"] > 0 and each["mfu"] is None
-    assert {"forward", "backward"} < set(one["rounds"][0]["phases_ms"])
-    assert "pipeline" in two["rounds"][0]["phases_ms"]
-    rates = [[each["tokens_per_second"] for each in of["rounds"]] for of in (one, two)]
-    ratios = sorted(a / b for a, b in zip(*rates))
-    assert [found["ratio"]["lowest"], found["ratio"]["highest"]] == pytest.approx(ratios)
-    assert f"A / B, tokens/s, round by round: {sum(ratios) / 2:.3f} (" in out
-    said = [line.partition(":")[0] for line in out.splitlines() if line.startswith("round")]
-    assert said == [
-        f"round {which}" for which in ("1 of 2, A", "1 of 2, B", "2 of 2, B", "2 of 2, A")
-    ]
+    assert f"config    {config} --model.n_embd 16\n          2 ranks\n" in out
+    assert "steps     2, after 2 that do not count" in out
+    lines = out.partition("count\n\n")[2].splitlines()
+    names = [line.strip().split("  ")[0] for line in lines]
+    assert names[:3] == ["tokens/s", "mfu", "step, ms"]
+    assert names[-2:] == ["other", "peak memory of rank 0, GiB"]
+    assert {"data", "forward", "backward", "optimizer"} < set(names)
     assert not (tmp_path / "runs").exists() and not (tmp_path / "shards").exists()
+
+
+def test_a_step_and_its_phases():
+    times = {"train/optimizer_ms": 500.0, "train/other_ms": 100.0, "train/forward_ms": 1400.0}
+    rate = {"train/tokens_per_second": 256.0, "train/memory_gib": 1.5, "train/loss": 5.0}
+    assert [" ".join(line.split()) for line in bench.bench_table(rate | times, 512)] == [
+        "tokens/s 256",
+        "mfu -",
+        "step, ms 2,000.0",
+        "optimizer 500.0 ( 25%)",
+        "forward 1,400.0 ( 70%)",
+        "other 100.0 ( 5%)",
+        "peak memory of rank 0, GiB 1.50",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,19 +71,12 @@ def test_two_configs_in_alternation(run, config, tmp_path):
     [
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--optimizer.name", "adamm"], "optimizer.name"),
-        (["--against", "'tiny.toml"], '--against: cannot read "\'tiny.toml": No closing quotation'),
-        (
-            ["--against", " "],
-            "--against names no config: it has files and options of the other one",
-        ),
-        (["--against", "--optimizer.lr 1"], "--against names no config: it has files and options"),
-        (["--json", "nowhere/results.json"], "--json: cannot write nowhere/results.json"),
         (["--training.global_batch_size", "15"], "training.global_batch_size = 15 does not divide"),
     ],
 )
 def test_mistakes_are_one_line(run, config, args, wrong):
     """The last one is found by the ranks."""
-    code, out, err = run(config, "--steps", "1", "--warmup", "1", *args)
+    code, out, err = run(config, "--steps", "1", *args)
     assert code == 2 and wrong in err
     assert err.count("\n") == 1 and "Traceback" not in out + err
 
@@ -133,5 +125,5 @@ def test_a_signal_stops_the_run_that_is_measured(run, config, monkeypatch, tmp_p
 @pytest.mark.slow
 def test_from_the_shell(run, config, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(sys, "argv", ["bench", str(config), "--steps", "2", "--warmup", "1"])
+    monkeypatch.setattr(sys, "argv", ["bench", str(config), "--steps", "2"])
     bench.main()

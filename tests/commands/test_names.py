@@ -31,7 +31,7 @@ LINES = [
         ),
         *("plot NAME", "plot . --out NAME", "plot . --html --out NAME", "presets NAME"),
         *("evaluate NAME --text x", "evaluate x --text x --json NAME", "evaluate x --shards NAME"),
-        *("train NAME", "train tiny.toml NAME", "bench NAME", "bench tiny.toml --against NAME"),
+        *("train NAME", "train tiny.toml NAME", "bench NAME"),
         *(
             "plan NAME --world-size 2",
             "plan more.toml --world-size 2",

@@ -1,42 +1,31 @@
-"""A config's own training run in a folder that is deleted again, and how fast it was."""
+"""How fast a config trains: a short run of its own on random tokens, read from its metrics."""
 
-import json
-import math
+import hashlib
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from torchmars.benchmark.synthetic import write_random_shards
+import numpy as np
+
 from torchmars.cluster import process
 from torchmars.cluster.callers import start_launcher
-from torchmars.cluster.environment import check_copies, read_environment
+from torchmars.cluster.environment import read_environment
 from torchmars.cluster.signals import stopping
-from torchmars.config import ResolvedConfig
+from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, Ended, UserError, say_error
-from torchmars.data.manifest import has_manifest
-from torchmars.records.lines import METRICS_FILE
+from torchmars.data.manifest import Shard, Split, make_manifest, numpy_dtype, write_manifest
+from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import smallest_dtype
+from torchmars.records.lines import METRICS_FILE, Row, measurements, read_lines
 
 LAST_LINES = 20  # of what a run printed that failed
-
-
-@dataclass
-class Measurement:
-    """How fast one run was, after its first steps."""
-
-    tokens_per_second: float
-    mfu: float | None
-    """Share of the GPUs' peak FLOPs; None if these are not known."""
-    step_ms: float
-    phases_ms: dict[str, float]
-    """The time of a step by phases, see metrics/phases.py."""
-    memory_gib: float
-    """Peak memory of rank 0, since its start."""
+DOCUMENT = 1000  # random tokens of a document, with the one that ends it
+MOST_TOKENS = 20_000_000  # of a split; a run that needs more reads them again
 
 
 def ranks_of(config: ResolvedConfig, devices: int | None = None) -> int:
@@ -44,9 +33,8 @@ def ranks_of(config: ResolvedConfig, devices: int | None = None) -> int:
 
     NGPU, or as many as its degrees make: where dp_shard is the rest, as many as there are `devices`
     for. These are by default the GPUs, 2 on a machine without. Raises `UserError` if NGPU is no
-    number, and in one of several copies of this process, of which each would start ranks.
+    number.
     """
-    check_copies(os.environ)
     given = read_environment(os.environ).NGPU
     if given is not None:
         return given
@@ -58,37 +46,34 @@ def ranks_of(config: ResolvedConfig, devices: int | None = None) -> int:
     return product * max(1, devices // product)
 
 
-def has_shards(config: ResolvedConfig) -> bool:
-    """Return whether the shards of all of a config's corpora are there."""
-    return all(has_manifest(Path(corpus.path)) for corpus in config.data.corpora())
+def measure(config: ResolvedConfig, steps: int, ranks: int) -> Row:
+    """Train `steps` steps and then as many again; return the metrics of the second half.
 
-
-def measure(config: ResolvedConfig, warmup: int, steps: int, ranks: int) -> Measurement:
-    """Train `warmup` steps and then `steps` more, which count; return how fast they were.
-
-    The run writes neither checkpoints nor for trackers. Where shards are missing it reads random
-    tokens. Raises `UserError` for an error that ends the run, and `Ended` with the code of a crash.
+    Speed and the time of a step are means over its steps. The run reads random tokens, and writes
+    neither checkpoints nor for trackers. Raises `UserError` for an error that ends the run, and
+    `Ended` with the code of a crash.
     """
     with tempfile.TemporaryDirectory(prefix="torchmars-bench-") as scratch:
-        folder = Path(scratch)
-        config = short_run(config, warmup, steps, folder)
-        if not has_shards(config):
-            needed = (warmup + steps) * config.training.tokens_per_step
-            data = write_random_shards(config.data, needed + 1, folder / "shards")
-            config = replace(config, data=data)
-        code, printed = train_in(folder, config, ranks)
-        if code:
-            fail(code, printed)
-        return read_measurement(config.run.path / METRICS_FILE, warmup, config)
+        folder, file = Path(scratch), Path(scratch) / "run.toml"
+        config = short_run(config, steps, folder)
+        file.write_text(config_text(config), encoding="utf-8")
+        with (folder / "output").open("w+") as output:
+            code = train(file, ranks, output.fileno())
+            output.seek(0)
+            if code:
+                fail(code, output.read().splitlines())
+        rows = read_lines(config.run.path / METRICS_FILE, measurements)
+        return next(row for row in reversed(rows) if "train/loss" in row)
 
 
-def short_run(config: ResolvedConfig, warmup: int, steps: int, folder: Path) -> ResolvedConfig:
+def short_run(config: ResolvedConfig, steps: int, folder: Path) -> ResolvedConfig:
     """Return the config of the same training in `folder`, without all that is no training."""
+    tokens = 2 * steps * config.training.tokens_per_step + 1
     return replace(
         config,
         run=replace(config.run, name="bench", folder=str(folder)),
-        data=replace(config.data, verify="size"),
-        training=replace(config.training, steps=warmup + steps),
+        data=write_random_shards(config.data, tokens, folder / "shards"),
+        training=replace(config.training, steps=2 * steps, stop_after=None),
         schedule=replace(config.schedule, name="constant", decay_steps=None),
         checkpoint=replace(
             config.checkpoint,
@@ -100,20 +85,34 @@ def short_run(config: ResolvedConfig, warmup: int, steps: int, folder: Path) -> 
         ),
         validation=replace(config.validation, interval=0, sample_tokens=0),
         evaluation=replace(config.evaluation, interval=0, tasks=[]),
-        metrics=replace(
-            config.metrics, log_interval=math.gcd(warmup, steps), tensorboard=False, wandb=False
-        ),
+        metrics=replace(config.metrics, log_interval=steps, tensorboard=False, wandb=False),
     )
 
 
-def train_in(folder: Path, config: ResolvedConfig, ranks: int) -> tuple[int, str]:
-    """Train a config on this machine; return its exit code, and all that it printed."""
-    file = folder / "run.toml"
-    file.write_text(config_text(config), encoding="utf-8")
-    with (folder / "output").open("w+") as output:
-        code = train(file, ranks, output.fileno())
-        output.seek(0)
-        return code, output.read()
+def write_random_shards(data: ResolvedData, tokens: int, folder: Path) -> ResolvedData:
+    """Write shards of `tokens` random tokens to `folder`; return the section that reads them.
+
+    They are whole documents, and at most `MOST_TOKENS`. The vocabulary is the one of
+    `data.tokenizer`, each token as likely as another. Raises `UserError` if there is no such
+    tokenizer.
+    """
+    tokenizer = load_tokenizer(data.tokenizer, data.begin_token)
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    documents = -(-min(tokens, MOST_TOKENS) // DOCUMENT)
+    drawn = np.random.default_rng(0).integers(tokenizer.vocab_size, size=(documents, DOCUMENT))
+    drawn[:, : len(tokenizer.before)] = tokenizer.before
+    drawn[:, -1] = tokenizer.end_of_text
+    content = drawn.astype(numpy_dtype(dtype)).tobytes()
+    digest, largest = hashlib.sha256(content).hexdigest(), int(drawn.max())
+    folder.mkdir()
+    splits = {}
+    for name in ("train", "validation"):
+        file = f"{name}-00000-000.bin"
+        (folder / file).write_bytes(content)
+        splits[name] = Split(drawn.size, documents, largest, [Shard(file, drawn.size, digest)])
+    random = replace(data, source="stdlib", files=[], mixture=[], path=str(folder), verify="size")
+    write_manifest(folder, make_manifest(random, tokenizer, splits, dtype))
+    return random
 
 
 def train(file: Path, ranks: int, output: int) -> int:
@@ -135,56 +134,13 @@ def train(file: Path, ranks: int, output: int) -> int:
             signal.signal(number, handler)
 
 
-def fail(code: int, printed: str) -> None:
-    """Raise the error of a run that ended with a `code` other than 0."""
+def fail(code: int, printed: list[str]) -> None:
+    """Raise the error of a run that has `printed` lines and ended with a `code` other than 0."""
     if code == EXIT_STOPPED:
         say_error("stopped by a signal before all was measured")
         raise Ended(code)
-    lines = printed.splitlines()
-    errors = [line for line in lines if line.startswith("error: ")]
+    errors = [line for line in printed if line.startswith("error: ")]
     if code == EXIT_MISTAKE and errors:
         raise UserError(errors[-1].removeprefix("error: "))
-    say(*lines[-LAST_LINES:], error=True)
+    say(*printed[-LAST_LINES:], error=True)
     raise Ended(code)
-
-
-def read_measurement(file: Path, warmup: int, config: ResolvedConfig) -> Measurement:
-    """Return the metrics of a run's steps after the first `warmup`."""
-    lines = list(lines_after(file, warmup))
-    tokens_per_step = config.training.tokens_per_step
-    # Each line is the mean of the steps since the one before.
-    steps = [count for count, _ in lines]
-    milliseconds = [1e3 * tokens_per_step / line["train/tokens_per_second"] for _, line in lines]
-    step_ms = mean(milliseconds, steps)
-    phases = {
-        name.removeprefix("train/").removesuffix("_ms"): mean(
-            [line[name] for _, line in lines], steps
-        )
-        for name in lines[0][1]
-        if name.startswith("train/") and name.endswith("_ms")
-    }
-    rate = 1e3 * tokens_per_step / step_ms
-    last = lines[-1][1]
-    mfu = last.get("train/mfu")
-    return Measurement(
-        rate,
-        mfu and mfu * rate / last["train/tokens_per_second"],
-        step_ms,
-        phases,
-        max(line["train/memory_gib"] for _, line in lines),
-    )
-
-
-def lines_after(file: Path, step: int) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield the lines of training steps after `step`, and how many steps each is the mean of."""
-    before = 0
-    for line in map(json.loads, file.read_text().splitlines()):
-        if "train/loss" in line:
-            if line["step"] > step:
-                yield line["step"] - before, line
-            before = line["step"]
-
-
-def mean(values: list[float], weights: list[int]) -> float:
-    """Return the mean of values that count as often as their weights say."""
-    return sum(value * weight for value, weight in zip(values, weights)) / sum(weights)
