@@ -24,9 +24,8 @@ from torchmars.checkpoint.resume import read_verified
 from torchmars.core import locks
 from torchmars.core.errors import UserError
 from torchmars.core.places import place
-from torchmars.storage import local, ownership
 from torchmars.storage.local import LOCAL, LocalStorage
-from torchmars.storage.ownership import FileOwnership
+from torchmars.storage.owner import FileOwner
 
 
 def full_folder(path):
@@ -85,6 +84,11 @@ def test_what_another_has_deleted_is_gone(tmp_path):
     assert delete_all(gone, warn=pytest.fail) == []
 
 
+def run_owner(run):
+    """This process as the owner of a run's own folder."""
+    return FileOwner(run / "lock", "training")
+
+
 @contextlib.contextmanager
 def another_run(folder, run):
     """Let another process have a folder of checkpoints for the run of the folder `run`."""
@@ -93,8 +97,7 @@ def another_run(folder, run):
     if process == 0:
         code = 1
         with contextlib.suppress(BaseException):
-            ownership.RENEW_SECONDS = 0.01
-            held = FileOwnership(run / "lock", "training"), LOCAL.take(folder, run)
+            held = run_owner(run), LOCAL.take(folder, run_owner(run))
             os.write(write, b"x")
             code = 0 if held and signal.pause() else 0
         os._exit(code)
@@ -112,8 +115,6 @@ def another_run(folder, run):
 def soon(monkeypatch):
     """Nobody waits long."""
     monkeypatch.setattr(locks, "PATIENCE", 0.2)
-    monkeypatch.setattr(locks, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(local, "RENEW_SECONDS", 0.5)
 
 
 NAMED = {
@@ -128,7 +129,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("named", NAMED)
-def test_a_folder_has_one_owner(tmp_path, monkeypatch, soon, named, capsys):
+def test_a_folder_has_one_run_owner(tmp_path, monkeypatch, soon, named, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("there", "x", "a/checkpoints"):
         (tmp_path / name).mkdir(parents=True)
@@ -138,32 +139,28 @@ def test_a_folder_has_one_owner(tmp_path, monkeypatch, soon, named, capsys):
     its = first / "checkpoints" if named.startswith("of a run") else tmp_path / "there"
     folder = NAMED[named](tmp_path)
     with another_run(its, first):
-        for ask in (LOCAL.refuse_another, LOCAL.take):
-            with pytest.raises(UserError, match="set checkpoint.folder to another folder") as told:
-                ask(folder, second)
-            assert f"process {os.getpid()} " not in str(told.value)
-        LOCAL.refuse_another(its, first)  # of the same run, whose own lock decides
+        with pytest.raises(UserError, match="set checkpoint.folder to another folder") as told:
+            LOCAL.take(folder, run_owner(second))
+        assert f"process {os.getpid()} " not in str(told.value)
     capsys.readouterr()
-    LOCAL.refuse_another(folder, second)
-    LOCAL.take(folder, second).check()
-    LOCAL.take(folder, second).release()
+    taken = LOCAL.take(folder, run_owner(second))
+    taken.check(), taken.release()
     assert capsys.readouterr() == ("", "")  # whoever is dead is not waited for
 
 
 def test_a_run_sees_who_has_its_default_folder(tmp_path, soon):
-    default = tmp_path / "a" / "checkpoints"
-    assert LOCAL.take(default, tmp_path / "a") is None and not default.exists()
+    default, other = (tmp_path / name / "checkpoints" for name in "ac")
+    assert LOCAL.take(other, run_owner(tmp_path / "c")) is None and not other.exists()
     with another_run(default, tmp_path / "b"):
-        for ask in (LOCAL.refuse_another, LOCAL.take):
-            with pytest.raises(UserError, match="set checkpoint.folder to another folder"):
-                ask(default, tmp_path / "a")
+        with pytest.raises(UserError, match="set checkpoint.folder to another folder"):
+            LOCAL.take(default, run_owner(tmp_path / "a"))
 
 
 def test_files_of_others_in_a_folder_are_left_as_they_are(tmp_path):
     theirs = [tmp_path / name for name in ("lock", "generation", "config.toml", "owner")]
     for file in theirs:
         file.write_text("x")
-    taken = LOCAL.take(tmp_path, tmp_path / "run")
+    taken = LOCAL.take(tmp_path, run_owner(tmp_path / "run"))
     taken.check()
     assert checkpoints(tmp_path) == leftovers(tmp_path) == []
     taken.release()

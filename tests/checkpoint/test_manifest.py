@@ -123,7 +123,7 @@ def test_sizes_alone_find_what_is_cut_or_missing(tables, tmp_path):
 
 def contents(folder):
     """The files of a run, but for those that name the last process that had it."""
-    names = ("lock", "generation")
+    names = ("lock", "owner")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {path.relative_to(folder): path.read_bytes() for path in files if path.name not in names}
 

@@ -208,7 +208,7 @@ def write_after_another_took_over(tables):
     folder = trainer.checkpointer.saver.folder
     (folder / "step-00000009-1.partial").mkdir()  # the other's, on its way
     (folder / "step-00000010").mkdir()
-    trainer.checkpointer.saver.owned.run.generation.write_text("another")
+    trainer.checkpointer.saver.owned.run.file.write_text("another")
 
     def content():
         return sorted(folder.iterdir()), (config.run.path / "metrics.jsonl").read_bytes()
@@ -234,7 +234,7 @@ def test_a_process_whose_run_another_has_taken_writes_nothing(tables):
 
 
 class SilentStore:
-    """A lease in a store that does not answer."""
+    """The owner of a folder in a store that does not answer."""
 
     def check(self):
         raise Unreachable("the store does not answer")

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.full import FULL
 from torchmars.cluster.process import ROUND
 from torchmars.core import locks
 from torchmars.core.errors import UserError
 from torchmars.core.locks import lock
-from torchmars.storage.ownership import FileOwnership, LostOwnership
+from torchmars.storage.owner import FileOwner, LostOwnership
 
 ROOT = Path(__file__).parents[2]
 HOLDS = """
@@ -64,15 +63,14 @@ def test_a_run_is_locked_while_its_process_lives_and_not_by_its_helpers(tmp_path
 RUNS = """
 import sys
 from pathlib import Path
-from torchmars.storage import ownership
-ownership.RENEW_SECONDS = 0.01
-held = ownership.FileOwnership(Path(sys.argv[1]) / "lock", "training")
+from torchmars.storage.owner import FileOwner, LostOwnership
+held = FileOwner(Path(sys.argv[1]) / "lock", "training")
 held.check()
 print("locked", flush=True)
 sys.stdin.readline()
 try:
     held.check()
-except ownership.LostOwnership as error:
+except LostOwnership as error:
     print(error)
 """
 
@@ -90,15 +88,16 @@ def runs(tmp_path, monkeypatch):
     process.kill()
 
 
-@FULL  # it waits for a minute
-def test_a_process_that_stands_still_loses_its_run(tmp_path, monkeypatch, runs, capsys):
+def test_a_later_round_of_its_machines_takes_its_run_at_once(tmp_path, monkeypatch, runs, capsys):
+    """Also from a process that stands still, which has the lock of a file, and wakes up."""
     runs.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(locks, "PATIENCE", 0.1)
-    taken = FileOwnership(tmp_path / "lock", "training")
+    monkeypatch.setenv(ROUND, "a:3")
+    monkeypatch.setattr(locks, "PATIENCE", 10**6)
+    taken = FileOwner(tmp_path / "lock", "training")
     said = capsys.readouterr().err
-    assert said.startswith(f"warning: process {runs.pid} on ") and "is silent" in said
-    with pytest.raises(UserError, match=f"stop it first .process {os.getpid()} on"):
-        subprocess_lock(tmp_path)
+    assert said.startswith(f"warning: process {runs.pid} on ") and "is over" in said
+    third = started(ASKS, tmp_path)
+    assert f"stop it first (process {os.getpid()} on" in third.communicate()[0]
     runs.send_signal(signal.SIGCONT)
     told, _ = runs.communicate("\n")
     assert told.startswith(f"{tmp_path}/lock was taken by process {os.getpid()} on ")
@@ -108,57 +107,31 @@ def test_a_process_that_stands_still_loses_its_run(tmp_path, monkeypatch, runs, 
 ASKS = """
 import sys
 from pathlib import Path
+from torchmars.core.errors import UserError
 from torchmars.core.locks import lock
-lock(Path(sys.argv[1]) / "lock", "training", 0.1)
+try:
+    lock(Path(sys.argv[1]) / "lock", "training", 0.1)
+except UserError as error:
+    print(error)
 """
 
 
-def subprocess_lock(folder):
-    """Ask for the lock of a run from another process. Raises what it raises."""
-    told = subprocess.run([sys.executable, "-c", ASKS, str(folder)], cwd=ROOT, capture_output=True)
-    if told.returncode:
-        raise UserError(told.stderr.decode().splitlines()[-1])
-
-
-def test_a_process_that_works_keeps_its_run(tmp_path, monkeypatch, runs):
-    file = tmp_path / "lock"
-    seen = []  # when the lock was touched, at each look at the clock
-
-    def patience_ends_once_it_has_renewed():
-        seen.append(os.stat(file).st_mtime_ns)
-        return 1e6 if len(seen) > 2 and seen[-2] != seen[1] else 0.0
-
-    monkeypatch.setattr(locks.time, "monotonic", patience_ends_once_it_has_renewed)
+@pytest.mark.parametrize("own", ["a:2", "a:1", "b:3", "", "a:x", "a", ":3"])
+def test_no_other_process_takes_it(tmp_path, monkeypatch, runs, own):
+    monkeypatch.setenv(ROUND, own)
+    monkeypatch.setattr(locks, "PATIENCE", 0.3)
     with pytest.raises(
-        UserError, match=f"another process is training: stop it first .process {runs.pid}"
+        UserError, match=f"stop it first .process {runs.pid} on .*or remove .*/lock"
     ):
-        FileOwnership(file, "training")
+        FileOwner(tmp_path / "lock", "training")
     assert runs.communicate("\n") == ("", None)
 
 
-def test_a_later_round_of_its_machines_takes_its_run_at_once(tmp_path, monkeypatch, runs, capsys):
-    monkeypatch.setenv(ROUND, "a:3")
-    monkeypatch.setattr(locks, "PATIENCE", 10**6)
-    taken = FileOwnership(tmp_path / "lock", "training")
-    assert f"process {runs.pid} on" in capsys.readouterr().err
-    told, _ = runs.communicate("\n")
-    assert told.startswith(f"{tmp_path}/lock was taken by process {os.getpid()} on ")
-    taken.check()
-
-
-@pytest.mark.parametrize("own", ["a:2", "a:1", "b:3", "", "a:x", "a", ":3"])
-def test_no_other_process_takes_it_at_once(tmp_path, monkeypatch, runs, own):
-    monkeypatch.setenv(ROUND, own)
-    monkeypatch.setattr(locks, "PATIENCE", 0.3)
-    with pytest.raises(UserError, match=f"stop it first .process {runs.pid} on"):
-        FileOwnership(tmp_path / "lock", "training")
-
-
 def test_a_folder_that_was_deleted_is_no_lost_lock(tmp_path):
-    held = FileOwnership(tmp_path / "run" / "lock", "training")
-    held.generation.write_text("another")
+    held = FileOwner(tmp_path / "run" / "lock", "training")
+    held.file.write_text("another")
     with pytest.raises(LostOwnership):
         held.check()
-    held.generation.unlink()
+    held.file.unlink()
     held.check()
-    held.rest()
+    held.release()

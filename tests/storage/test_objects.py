@@ -16,11 +16,9 @@ from torchmars.checkpoint.resume import read_verified
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.places import ObjectPath, place
 from torchmars.storage import storage_of
-from torchmars.storage import store_ownership as leases
 from torchmars.storage.answers import problem
-from torchmars.storage.ownership import LostOwnership
+from torchmars.storage.owner import NAME, FileOwner, LostOwnership
 from torchmars.storage.storage import MANIFEST
-from torchmars.storage.store_ownership import StoreOwnership
 from torchmars.storage.stores import store_by_name, store_of
 
 pytest.importorskip("moto")
@@ -188,110 +186,80 @@ def test_a_file_that_an_error_ends_is_dropped(folder):
     assert files.finish() == {} and storage_of(folder).list(folder) == {}
 
 
-def test_a_store_keeps_a_second_run_off(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
-    monkeypatch.setattr(leases, "LAPSE_SECONDS", 3.0)
-    store = store_of(folder)
-    first = StoreOwnership(store, folder, tmp_path / "one")
-    with pytest.raises(UserError, match="another run uses .*: stop it first, or set checkpoint.f"):
-        StoreOwnership(store, folder, tmp_path / "two")
-    again = StoreOwnership(store, folder, tmp_path / "one")  # its former process is over
+def taken(folder, run):
+    """The owner of a folder for the run of the folder `run`, whose lock this process takes."""
+    return storage_of(folder).take(folder, FileOwner(run / "lock", "training"))
+
+
+def test_a_store_keeps_a_second_run_off(tmp_path, folder):
+    first = taken(folder, tmp_path / "one")
+    refused = (
+        rf"another run uses .* \(process {os.getpid()} on .*\): stop it first or, if it is over, "
+    )
+    with pytest.raises(UserError, match=refused + f"delete {folder}/{NAME}, or set checkpoint.f"):
+        taken(folder, tmp_path / "two")
+    first.check()
+    again = taken(folder, tmp_path / "one")  # its former process is over
     with pytest.raises(LostOwnership, match="was taken by process"):
         first.check()
     first.release()
     again.check()
-    again.ended.set(), again.thread.join()  # as if it were killed
-    other = StoreOwnership(store, folder, tmp_path / "two")
+    store_of(folder).files.rm_file(str(folder / NAME))
+    with pytest.raises(LostOwnership, match="was taken by somebody who deleted it"):
+        again.check()
+    other = taken(folder, tmp_path / "two")
     with pytest.raises(LostOwnership):
         again.check()
     other.release()
     assert storage_of(folder).list(folder) == {}
 
 
-def test_a_store_without_exclusive_creation_is_told(tmp_path, folder, proxy, capsys):
-    """Such a store ignores If-None-Match."""
+def test_of_two_runs_that_start_at_once_one_has_the_folder(tmp_path, folder, proxy):
+    """The second one is faster between the first one's look and its request."""
+    others = []
 
-    def forget(request, passed):
-        status, headers, content = passed()
-        return (200, [], b"") if status == 412 else (status, headers, content)
+    def overtake(request, passed):
+        if "If-None-Match" in request.headers and not others:
+            others.append(None)
+            others[0] = taken(folder, tmp_path / "two")
+        return passed()
 
-    proxy.fault = forget
-    StoreOwnership(store_of(folder), folder, tmp_path).release()
-    assert "nothing keeps a second run from the same folder" in capsys.readouterr().out
+    proxy.fault = overtake
+    with pytest.raises(UserError, match="another run uses"):
+        taken(folder, tmp_path / "one")
+    others[0].check()
 
 
-UNKNOWN = [(501, "NotImplemented"), (400, "InvalidArgument"), (400, "InvalidRequest")]
-
-
-@pytest.mark.parametrize(
-    ("status", "code"), full_but(UNKNOWN[:2], [*UNKNOWN, (405, ""), (501, ""), (400, "")])
-)
-def test_a_store_that_refuses_exclusive_creation_can_be_used(
-    tmp_path, folder, proxy, capsys, monkeypatch, status, code
-):
-    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
-    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.05)
-    body = (
-        f"<Error><Code>{code}</Code><Message>A header</Message></Error>".encode() if code else b""
-    )
-
+@pytest.mark.parametrize("status", full_but([501], [400, 405, 501]))
+def test_a_store_that_refuses_exclusive_creation_can_be_used(tmp_path, folder, proxy, status):
     def refuse(request, passed):
-        return (status, [], body) if "If-None-Match" in request.headers else passed()
+        return (status, [], b"") if "If-None-Match" in request.headers else passed()
 
     proxy.fault = refuse
-    lease = storage_of(folder).take(folder, tmp_path / "one")
-    assert capsys.readouterr().out.count("nothing keeps a second run from the same folder") == 1
+    first = taken(folder, tmp_path / "one")
     with pytest.raises(UserError, match="another run uses"):
-        StoreOwnership(store_of(folder), folder, tmp_path / "two")
-    lease.check()
-    lease.release()
-
-
-@pytest.mark.parametrize("status", [409, 412])
-def test_a_lease_that_another_run_is_just_making_is_seen(tmp_path, folder, proxy, status):
-    """A store may answer so where two ask at once, also before the one object can be read."""
-    asked = []
-
-    def busy(request, passed):
-        asked.append("If-None-Match" in request.headers)
-        return (status, [], b"") if sum(asked) == 1 and asked[-1] else passed()
-
-    proxy.fault = busy
-    StoreOwnership(store_of(folder), folder, tmp_path).release()
-    assert sum(asked) == 3
-
-
-@FULL
-def test_a_copy_of_a_run_takes_no_lease(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
-    store, one = store_of(folder), tmp_path / "one"
-    first = StoreOwnership(store, folder, one)
-    for copy in (shutil.copytree(one, tmp_path / "two"), tmp_path / "linked"):
-        if not copy.exists():  # the copy in a folder that was copied once more
-            shutil.copytree(tmp_path / "two", copy)
-        for ask in (storage_of(folder).refuse_another, storage_of(folder).take):
-            with pytest.raises(UserError, match="another run uses"):
-                ask(folder, copy)
+        taken(folder, tmp_path / "two")
     first.check()
-    first.ended.set(), first.thread.join()  # as if it were killed
-    again = StoreOwnership(store, folder, one.rename(tmp_path / "moved"))  # at once
-    again.release()
+    first.release()
 
 
-def test_a_copy_of_a_folder_takes_no_lease(tmp_path, folder, monkeypatch):
-    """Neither there, nor where it is copied back over that of a run at work."""
-    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
-    monkeypatch.setattr(leases, "LAPSE_SECONDS", 1.0)
-    store, copy = store_of(folder), folder.with_name(folder.name + "-copy")
-    first = StoreOwnership(store, folder, tmp_path / "one")
-    store.files.copy(str(folder / leases.NAME), str(copy / leases.NAME))
-    there = StoreOwnership(store, copy, tmp_path / "two")
-    first.check(), there.check()
-    store.files.copy(str(copy / leases.NAME), str(folder / leases.NAME))
-    first.check()
+def test_a_copy_of_a_run_is_another_run(tmp_path, folder):
+    first = taken(folder, tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
     with pytest.raises(UserError, match="another run uses"):
-        StoreOwnership(store, folder, tmp_path / "two")
-    first.check(), first.release(), there.release()
+        taken(folder, tmp_path / "two")
+    first.check()
+    taken(folder, (tmp_path / "one").rename(tmp_path / "moved")).release()  # as if it were killed
+
+
+@pytest.mark.parametrize("content", full_but([b"{"], [b"", b"{", b"[1]"]))
+def test_what_is_no_owner_is_no_permission(tmp_path, folder, content):
+    owner = taken(folder, tmp_path / "one")
+    written(store_of(folder), folder / NAME, content)
+    with pytest.raises(Unreachable, match="it is none of this program's"):
+        owner.check()
+    with pytest.raises(UserError, match="another run uses .*an unknown process.* delete"):
+        taken(folder, tmp_path / "one")
 
 
 def test_a_save_gives_up_uploads_of_its_own_alone(folder):
@@ -449,7 +417,7 @@ def test_what_is_no_listing_is_not_an_empty_folder(tmp_path, folder, proxy, monk
         return NO_LISTINGS[answer] if "list-type" in request.path else passed()
 
     proxy.fault = spoil
-    for ask in (checkpoints, leftovers, lambda there: storage_of(there).take(there, tmp_path)):
+    for ask in (checkpoints, leftovers):
         with pytest.raises(Unreachable, match="see that the store answers, and start again"):
             ask(folder)
 
@@ -462,11 +430,11 @@ def test_a_page_that_comes_once_is_asked_for_again(folder, proxy):
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
 def test_a_page_is_no_object(tmp_path, folder, proxy, monkeypatch, method):
-    """Neither a manifest, which would be damaged, nor a lease, nor a file that has arrived."""
+    """Neither a manifest, which would be damaged, nor an owner, nor a file that has arrived."""
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    store, storage, checkpoint = store_of(folder), storage_of(folder), folder / "step-00000004"
+    storage, checkpoint = storage_of(folder), folder / "step-00000004"
     storage.publish(checkpoint, checkpoint, "{}")
-    lease = StoreOwnership(store, folder, tmp_path)
+    owner = taken(folder, tmp_path)
 
     def spoil(request, passed):
         asked = (method, "HEAD") if method == "GET" else (method,)
@@ -481,27 +449,13 @@ def test_a_page_is_no_object(tmp_path, folder, proxy, monkeypatch, method):
         with pytest.raises(Unreachable, match="what answers is no store"):
             ask(folder)
     with pytest.raises(Unreachable, match="what answers is no store"):
-        lease.check()
+        owner.check()
 
 
 def test_a_size_that_is_not_told_is_no_size():
     answer = {"status_code": 200, "headers": {"ETag": "x"}, "body": b""}
     assert problem("HeadObject", answer) == "HeadObject has no content-length (unknown)"
     assert problem("HeadObject", answer | {"headers": {"ETag": "x", "Content-Length": "0"}}) == ""
-
-
-@FULL
-def test_a_store_whose_listing_lacks_what_it_has_is_none(tmp_path, folder, proxy, monkeypatch):
-    """Each store's own form of an empty listing: what a stranger answers to all."""
-    from torchmars.storage import objects
-
-    monkeypatch.setattr(objects, "SETTLE_SECONDS", 0.0)
-    empty = LISTING + b"<IsTruncated>false</IsTruncated></ListBucketResult>"
-    proxy.fault = lambda request, passed: (
-        (200, [], empty) if "list-type" in request.path else passed()
-    )
-    with pytest.raises(Unreachable, match="its listing lacks lease.json"):
-        storage_of(folder).take(folder, tmp_path)
 
 
 @FULL
@@ -523,18 +477,6 @@ def test_a_run_falls_back_from_what_is_altered_in_the_store(tmp_path, folder, pr
     assert list(map(step_of, checkpoints(folder))) == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("content", full_but([b"{"], [b"", b"{", b"[1]"]))
-def test_a_damaged_lease_lapses(tmp_path, folder, monkeypatch, content):
-    monkeypatch.setattr(leases, "LAPSE_SECONDS", 1.0)
-    store = store_of(folder)
-    written(store, folder / leases.NAME, content)
-    lease = StoreOwnership(store, folder, tmp_path)
-    lease.check()
-    written(store, folder / leases.NAME, content)
-    with pytest.raises(Unreachable, match="it is no lease"):
-        lease.check()
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -547,8 +489,3 @@ def test_a_listing_may_have_what_xml_allows(body):
     answer = {"status_code": 200, "headers": {}, "body": body}
     assert problem("ListObjectsV2", answer) == ""
     assert "a page" in problem("ListObjectsV2", answer | {"body": None})
-
-
-def test_two_names_of_an_azure_folder_are_one():
-    names = ("az://box/run", "abfs://box@account.dfs.core.windows.net/run")
-    assert {leases.in_store(place(name)) for name in names} == {"box/run"}

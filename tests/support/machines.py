@@ -25,11 +25,10 @@ from pathlib import Path
 from torchmars.checkpoint.retention import Retention
 from torchmars.checkpoint.saver import Saver
 from torchmars.core import locks
-from torchmars.storage import ownership
 from torchmars.records.lines import Journal
 from torchmars.train import main
 
-locks.PATIENCE, ownership.RENEW_SECONDS = 10.0, 1.0
+locks.PATIENCE = 10.0
 place, number, marker = os.environ["STAND"].split(",")
 [owner] = [each for each in (Journal, Retention, Saver) if place in vars(each)]
 calls = 0

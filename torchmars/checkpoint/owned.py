@@ -7,15 +7,15 @@ from torchmars.config.run import RunConfig
 from torchmars.core.errors import UserError
 from torchmars.parallel.layout import Layout
 from torchmars.storage import storage_of
-from torchmars.storage.ownership import FileOwnership, Ownership
+from torchmars.storage.owner import FileOwner, Owner
 
 
 class OwnedFolders:
     """The folders that the first rank has taken; it writes for all ranks."""
 
     def __init__(self) -> None:
-        self.run: FileOwnership | None = None
-        self.checkpoints: Ownership | None = None
+        self.run: FileOwner | None = None
+        self.checkpoints: Owner | None = None
         """None also where the folder of the run has the checkpoints."""
 
     def take(self, layout: Layout, run: RunConfig, checkpoints: PurePath) -> None:
@@ -25,12 +25,10 @@ class OwnedFolders:
         """
         layout.on_first(lambda: check_place(checkpoints, run.path))
         layout.on_first(run.check_links)
-        self.run = layout.only_first(
-            lambda: FileOwnership(run.lock, f"training the run {run.path}")
-        )
+        self.run = layout.only_first(lambda: FileOwner(run.lock, f"training the run {run.path}"))
         try:
             self.checkpoints = layout.only_first(
-                lambda: storage_of(checkpoints).take(checkpoints, run.path)
+                lambda: self.run and storage_of(checkpoints).take(checkpoints, self.run)
             )
         except UserError:  # a program may go on
             self.release()
@@ -55,8 +53,6 @@ class OwnedFolders:
         if self.checkpoints is not None:
             self.checkpoints.release()
             self.checkpoints = None
-        if self.run is not None:
-            self.run.rest()
 
     def release(self) -> None:
         """Let others have both folders before this process ends."""

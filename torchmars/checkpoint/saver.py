@@ -21,7 +21,7 @@ from torchmars.core.device import use
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.parallel.layout import Layout
 from torchmars.storage import storage_of
-from torchmars.storage.ownership import LostOwnership
+from torchmars.storage.owner import LostOwnership
 from torchmars.storage.storage import Storage
 
 # Seconds after which a thread that runs Python gives way to another that wants to, during a save.

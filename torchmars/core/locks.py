@@ -1,4 +1,4 @@
-"""Locks that end with their process, or with its silence."""
+"""Locks that end with their process."""
 
 import contextlib
 import fcntl
@@ -8,7 +8,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from torchmars.core.console import say
@@ -18,19 +18,17 @@ from torchmars.core.files import is_at, open_file, open_to_write
 PATIENCE = 60.0  # seconds that a process may take to end
 # What a lock says: who has it, or nothing.
 OWNER = re.compile(rb"(process \d+ on .+, since .+)?")
-SETTLE_SECONDS = POLL_SECONDS = 0.5
 
 
-def lock(
-    file: Path, doing: str, patience: float = PATIENCE, from_silent: bool = False
-) -> int | None:
+def lock(file: Path, doing: str, patience: float = PATIENCE, over: bool = False) -> int | None:
     """Keep other processes from doing the same as this one (`doing`) while it lives.
 
     Or until it closes the descriptor that is returned; None if there are no locks.
 
     It waits `patience` seconds for one that is about to end. Raises `UserError` if that one does
-    not. With `from_silent` it takes the lock from one that has not touched the file since. The file
-    names the process that has the lock. Raises `UserError` for a link and for any other file.
+    not. Where that one is known to be `over`, though its machine stands still and keeps the lock, a
+    file that this process has locked takes the place of that one's. The file names the process that
+    has the lock. Raises `UserError` for a link and for any other file.
     """
     foreign = UserError(f"{file} is no lock, and is left as it is: move it away")
     if os.path.islink(file) or os.path.exists(file) and not os.path.isfile(file):
@@ -38,7 +36,7 @@ def lock(
     # The folder may not be writable, which is reported later; the file system may have no locks.
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        deadline, first = time.monotonic() + patience, None
+        deadline, waits = time.monotonic() + patience, False
         while True:
             descriptor = open_to_write(file, os.O_RDWR)
             content = os.pread(descriptor, 1000, 0)
@@ -46,23 +44,25 @@ def lock(
                 os.close(descriptor)
                 raise foreign
             if _take(descriptor):
-                return descriptor
+                if is_at(descriptor, file):
+                    return descriptor
+                os.close(descriptor)  # another one is in its place by now
+                continue
             owner = content.decode(errors="replace") or "unknown which"
-            found = os.fstat(descriptor)
             os.close(descriptor)
-            now = found.st_ino, found.st_mtime_ns
-            if first is None:
-                say(f"waiting for another process that is {doing} ({owner})")
-                first = now
+            if over:
+                say(
+                    f"warning: {owner} is over, and this process continues with {doing}", error=True
+                )
+                return _replace(file)
             if time.monotonic() > deadline:
-                if not from_silent or now != first:
-                    raise UserError(f"another process is {doing}: stop it first ({owner})")
-                if (taken := _replace(file)) is not None:
-                    say(
-                        f"warning: {owner} is silent, and this process continues with {doing}",
-                        error=True,
-                    )
-                    return taken
+                raise UserError(
+                    f"another process is {doing}: stop it first ({owner}), or remove {file} if its "
+                    "machine is gone"
+                )
+            if not waits:
+                say(f"waiting for another process that is {doing} ({owner})")
+                waits = True
             time.sleep(min(0.5, patience))
     return None
 
@@ -81,20 +81,13 @@ def _take(descriptor: int) -> bool:
     return True
 
 
-def _replace(file: Path) -> int | None:
-    """Put a file that this process has locked in the place of `file`.
-
-    Return None if another process does so at the same time.
-    """
+def _replace(file: Path) -> int:
+    """Put a file that this process has locked in the place of `file`. Return its descriptor."""
     new = file.with_name(f"{file.name}-{secrets.token_hex(4)}")
     descriptor = open_to_write(new, os.O_RDWR)
     _take(descriptor)
     new.rename(file)
-    time.sleep(SETTLE_SECONDS)
-    if is_at(descriptor, file):
-        return descriptor
-    os.close(descriptor)
-    return None
+    return descriptor
 
 
 def is_locked(file: Path, local: bool = False) -> bool | None:
@@ -117,24 +110,6 @@ def is_locked(file: Path, local: bool = False) -> bool | None:
     if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
         return True
     return False if local or f" on {socket.gethostname()}, since " in owner else None
-
-
-def shows_life(state: Callable[[], object], seconds: float) -> bool:
-    """Return whether `state` changes within some seconds; False once it is empty."""
-    deadline = time.monotonic() + seconds
-    first = now = state()
-    while now and now == first and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        now = state()
-    return bool(now) and now != first
-
-
-def touched(file: Path) -> int | None:
-    """Return when the process that has the `lock` of a file has touched it; None without one."""
-    with contextlib.suppress(OSError):
-        if is_locked(file):
-            return file.stat().st_mtime_ns
-    return None
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Where a run's files lie: on this machine's disks, or in an object store.
 
 `storage_of` tells which of the two a path means. Both are a `Storage`, and whoever writes there has
-an `Ownership`.
+an `Owner`.
 """
 
 from pathlib import Path, PurePath

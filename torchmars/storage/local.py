@@ -5,15 +5,13 @@ import io
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path, PurePath
 from typing import BinaryIO, cast
 
-from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, open_file, sync_folder, write_durably
-from torchmars.core.locks import is_locked, shows_life, touched
-from torchmars.storage.ownership import RENEW_SECONDS, FileOwnership, in_use, owner_of
+from torchmars.core.locks import is_locked
+from torchmars.storage.owner import FileOwner, in_use, owner_of
 from torchmars.storage.storage import DAMAGED, DELETED, MANIFEST, WRITTEN, Foreign, NewFiles
 
 DEFAULT = "checkpoints"  # the folder of checkpoints in a run's own folder
@@ -23,32 +21,25 @@ IN_USE = ".in-use/lock"  # held by the run that has a folder of checkpoints whic
 class LocalStorage:
     """Folders of local files. A checkpoint is staged under another name, and renamed last."""
 
-    def refuse_another(self, folder: PurePath, run: Path) -> None:
-        folder = Path(folder)
-        for lock in (folder / IN_USE, lock_of_default(folder, run)):
-            if lock is None or touched(lock) is None or touched(run / "lock"):
-                continue  # the run's own lock tells a rank of this run from another run
-            say(f"waiting to see whether another run still uses {folder}")
-            if shows_life(partial(touched, lock), 2 * RENEW_SECONDS):
-                raise in_use(folder, owner_of(lock))
-
-    def take(self, folder: PurePath, run: Path) -> FileOwnership | None:
+    def take(self, folder: PurePath, run: FileOwner) -> FileOwner | None:
         """Lock a file among the checkpoints, and see that no run has the folder as its default.
 
         A run whose default it is has locked its own folder before, and looks for that file then. So
         of two that start at once, at least one sees the other.
         """
-        folder = Path(folder)
-        lock = folder / IN_USE
-        if folder.resolve() == (run / DEFAULT).resolve() and not lock.exists():
+        folder, its = Path(folder), run.lock.parent
+        lock, real = folder / IN_USE, folder.resolve()
+        if real == (its / DEFAULT).resolve() and not lock.exists():
             return None
         try:
             if lock.parent.is_symlink():
                 raise UserError(f"{lock.parent} is a link: remove it")
-            taken = FileOwnership(lock, f"keeping its checkpoints in {folder}")
+            taken = FileOwner(lock, f"keeping its checkpoints in {folder}")
         except UserError as error:
             raise UserError(f"{error}, or set checkpoint.folder to another folder") from None
-        others = lock_of_default(folder, run)
+        others = (
+            real.parent / "lock" if real.name == DEFAULT and real.parent != its.resolve() else None
+        )
         # Another user's cannot be opened to be locked.
         for file in (lock if taken.descriptor is None else None, others):
             if file is not None and is_locked(file):
@@ -150,13 +141,6 @@ def is_folder(entry: "os.DirEntry[str]") -> bool:
         raise UserError(
             f"{entry.path} cannot be looked at ({error.strerror}): restore it, or move it away"
         ) from None
-
-
-def lock_of_default(folder: Path, run: Path) -> Path | None:
-    """Return the lock of another run than `run` whose own folder a folder of checkpoints is in."""
-    real = folder.resolve()
-    its = real.parent / "lock"
-    return its if real.name == DEFAULT and real.parent != run.resolve() else None
 
 
 LOCAL = LocalStorage()

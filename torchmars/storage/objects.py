@@ -9,23 +9,20 @@ import contextlib
 import errno
 import io
 import re
-import time
 import zipfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import BinaryIO
 
-from torchmars.core.errors import Unreachable
 from torchmars.core.files import PARTIAL
+from torchmars.storage.owner import FileOwner, StoreOwner
 from torchmars.storage.storage import DAMAGED, MANIFEST, WRITTEN, Foreign
-from torchmars.storage.store_ownership import NAME, SETTLE_SECONDS, StoreOwnership, refuse_another
 from torchmars.storage.stores import BLOCK, Store, reading, writing
 from torchmars.storage.uploads import ObjectFiles
 
 REQUESTS = 8  # at a time
-LISTINGS = 10  # in which a new object must come up
 CHECKPOINT = re.compile(r"step-\d+")  # the name of its folder
 
 
@@ -38,20 +35,8 @@ class ObjectStorage:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def refuse_another(self, folder: PurePath, run: Path) -> None:
-        refuse_another(self.store, folder, run)
-
-    def take(self, folder: PurePath, run: Path) -> StoreOwnership:
-        lease = StoreOwnership(self.store, folder, run)
-        for _ in range(LISTINGS):
-            if NAME in self.list(folder):
-                return lease
-            time.sleep(SETTLE_SECONDS)
-        lease.release()
-        raise Unreachable(
-            f"{folder}: its listing lacks {NAME}, which was just written: see what answers in the "
-            "store's place, and start again"
-        )
+    def take(self, folder: PurePath, run: FileOwner) -> StoreOwner:
+        return StoreOwner(self.store, folder, run)
 
     def list(self, folder: PurePath) -> dict[str, bool]:
         with reading(folder):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, BinaryIO, Protocol, cast
 
 from torchmars.core.bounds import Range
 from torchmars.core.files import PARTIAL, DurableFile
-from torchmars.storage.ownership import Ownership
+from torchmars.storage.owner import FileOwner, Owner
 
 MANIFEST = "manifest.json"
 # The files of a checkpoint, and how they are called until they are complete.
@@ -92,14 +92,8 @@ class Storage(Protocol):
     `OSError`. A store that does not answer raises `Unreachable` where something is to be read.
     """
 
-    def refuse_another(self, folder: PurePath, run: Path) -> None:
-        """Raise `UserError` if a run other than the one in folder `run` is seen at work.
-
-        For a start: nothing is written, and whoever continues must `take` the folder.
-        """
-
-    def take(self, folder: PurePath, run: Path) -> Ownership | None:
-        """Keep runs other than the one in folder `run` from a folder of checkpoints.
+    def take(self, folder: PurePath, run: FileOwner) -> Owner | None:
+        """Keep runs other than the one that has `run`, its own folder, from one of checkpoints.
 
         None if the lock in `run` does. Raises `UserError` if another run has the folder.
         """

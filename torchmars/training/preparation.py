@@ -23,7 +23,6 @@ from torchmars.models import build_run_model
 from torchmars.parallel.checks import check_layout, untrained
 from torchmars.parallel.float8 import check_package
 from torchmars.records.trackers import check_trackers
-from torchmars.storage import storage_of
 
 
 def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) -> None:
@@ -44,7 +43,6 @@ def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) 
     check_package(config.training.float8)
     evaluation_tasks(config)
     check_place(config.checkpoints, config.run.path)
-    storage_of(config.checkpoints).refuse_another(config.checkpoints, config.run.path)
     # The ranks share the reading of every byte.
     level: Level = "off" if config.data.verify == "off" else "size"
     data = prepare_data(config, level)
