@@ -21,14 +21,14 @@ from tests.support.tiny import (
     steps_kept,
     train,
 )
+from torchmars import storage
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.reader import first_reason
 from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.writer import _TensorFiles
 from torchmars.cluster import process
 from torchmars.core.files import DurableFile
-from torchmars.storage.local import LOCAL
-from torchmars.storage.storage import NewFiles
+from torchmars.storage.local import LOCAL, LocalStorage
 
 
 def train_with_folder_lost(tables, lose):
@@ -53,12 +53,12 @@ def test_a_folder_that_cannot_be_written_ends_with_one_line(tables):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("room", [0, 100, 5000])
-def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
+def test_a_full_disk_is_told_in_its_own_words(tmp_path, monkeypatch, room):
     """torch.save's own error says where its archive broke off."""
 
-    class Full(NewFiles):
-        def create(self, name):
-            return FullFile(self.local / name)
+    class Full(LocalStorage):
+        def create(self, file):
+            return FullFile(file)
 
     class FullFile(DurableFile):
         left = room
@@ -69,7 +69,8 @@ def test_a_full_disk_is_told_in_its_own_words(tmp_path, room):
                 raise OSError(28, "No space left on device")
             return super().write(data)
 
-    writer = _TensorFiles(tmp_path, Full(tmp_path))
+    monkeypatch.setattr(storage, "LOCAL", Full())
+    writer = _TensorFiles(tmp_path)
     with pytest.raises(CheckpointException) as failed:
         dcp.save({"weights": torch.zeros(5000)}, storage_writer=writer, no_dist=True)
     assert first_reason(failed.value) == "No space left on device"

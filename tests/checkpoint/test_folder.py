@@ -24,8 +24,7 @@ from torchmars.checkpoint.resume import read_verified
 from torchmars.core import locks
 from torchmars.core.errors import UserError
 from torchmars.core.places import place
-from torchmars.storage.local import LOCAL, LocalStorage
-from torchmars.storage.owner import FileOwner
+from torchmars.storage.local import LOCAL, FileOwner, LocalStorage
 
 
 def full_folder(path):
@@ -89,6 +88,11 @@ def run_owner(run):
     return FileOwner(run / "lock", "training")
 
 
+def take(folder, run):
+    """Take a folder of checkpoints for the run of the folder `run`, whose lock comes first."""
+    return LOCAL.take(folder, run, run_owner(run).id)
+
+
 @contextlib.contextmanager
 def another_run(folder, run):
     """Let another process have a folder of checkpoints for the run of the folder `run`."""
@@ -97,7 +101,7 @@ def another_run(folder, run):
     if process == 0:
         code = 1
         with contextlib.suppress(BaseException):
-            held = run_owner(run), LOCAL.take(folder, run_owner(run))
+            held = run, take(folder, run)
             os.write(write, b"x")
             code = 0 if held and signal.pause() else 0
         os._exit(code)
@@ -140,27 +144,27 @@ def test_a_folder_has_one_run_owner(tmp_path, monkeypatch, soon, named, capsys):
     folder = NAMED[named](tmp_path)
     with another_run(its, first):
         with pytest.raises(UserError, match="set checkpoint.folder to another folder") as told:
-            LOCAL.take(folder, run_owner(second))
+            take(folder, second)
         assert f"process {os.getpid()} " not in str(told.value)
     capsys.readouterr()
-    taken = LOCAL.take(folder, run_owner(second))
+    taken = take(folder, second)
     taken.check(), taken.release()
     assert capsys.readouterr() == ("", "")  # whoever is dead is not waited for
 
 
 def test_a_run_sees_who_has_its_default_folder(tmp_path, soon):
     default, other = (tmp_path / name / "checkpoints" for name in "ac")
-    assert LOCAL.take(other, run_owner(tmp_path / "c")) is None and not other.exists()
+    assert take(other, tmp_path / "c") is None and not other.exists()
     with another_run(default, tmp_path / "b"):
         with pytest.raises(UserError, match="set checkpoint.folder to another folder"):
-            LOCAL.take(default, run_owner(tmp_path / "a"))
+            take(default, tmp_path / "a")
 
 
 def test_files_of_others_in_a_folder_are_left_as_they_are(tmp_path):
     theirs = [tmp_path / name for name in ("lock", "generation", "config.toml", "owner")]
     for file in theirs:
         file.write_text("x")
-    taken = LOCAL.take(tmp_path, run_owner(tmp_path / "run"))
+    taken = take(tmp_path, tmp_path / "run")
     taken.check()
     assert checkpoints(tmp_path) == leftovers(tmp_path) == []
     taken.release()

@@ -59,7 +59,7 @@ def state_of(layout, value, dtype=torch.float32):
 def write_and_read(folder):
     """Write checkpoints one after another, and read each. Return what was counted, and indexes."""
     layout = Layout.create(torch.device("cpu"), Degrees(dp_shard=2))
-    writer, counts, found = TensorWriter(layout, 2**30), count_calls(), []
+    writer, counts, found = TensorWriter(layout), count_calls(), []
 
     def write(name, state, storage=LOCAL):
         counts.clear()

@@ -5,7 +5,7 @@ import json
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
-from torchmars.core.errors import ERROR_FILE, LostRank, report_failure
+from torchmars.core.errors import ERROR_FILE, LostRank, report_failure, say_error
 
 
 def test_an_error_is_left_whole(tmp_path, monkeypatch):
@@ -46,3 +46,23 @@ def test_a_rank_that_is_ended_while_it_leaves_its_error_leaves_none(tmp_path, mo
         report_failure(LostRank("rank 1 lost rank 0"))
     assert not file.exists()
     assert "SIGTERM" in ProcessFailure(0, 4711, -15, str(file)).message
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("http://me:wo/rd@proxy:80/ is down", "http://...@proxy:80/ is down"),
+        ("see s3:me:word@b", "see s3:...@b"),
+        (
+            "no answer from 'http://127.0.0.1:9/b?sig=word&a=1'",
+            "no answer from 'http://127.0.0.1:9/b?...'",
+        ),
+        ("http://user: hello", "http://user: hello"),
+        ("s3://bucket/run@2024, hf:gpt2@main", "s3://bucket/run@2024, hf:gpt2@main"),
+        ("https://hf.co:443/a/b@main is a revision", "https://hf.co:443/a/b@main is a revision"),
+        ("abfs://logs@mine.dfs.core.windows.net/run", "abfs://logs@mine.dfs.core.windows.net/run"),
+    ],
+)
+def test_an_error_has_no_password_and_no_query_of_an_address(capsys, text, told):
+    say_error(text)
+    assert capsys.readouterr().err == f"error: {told}\n"

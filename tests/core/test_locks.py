@@ -14,7 +14,8 @@ from torchmars.cluster.process import ROUND
 from torchmars.core import locks
 from torchmars.core.errors import UserError
 from torchmars.core.locks import lock
-from torchmars.storage.owner import FileOwner, LostOwnership
+from torchmars.storage.local import FileOwner
+from torchmars.storage.storage import LostOwnership
 
 ROOT = Path(__file__).parents[2]
 HOLDS = """
@@ -63,7 +64,8 @@ def test_a_run_is_locked_while_its_process_lives_and_not_by_its_helpers(tmp_path
 RUNS = """
 import sys
 from pathlib import Path
-from torchmars.storage.owner import FileOwner, LostOwnership
+from torchmars.storage.local import FileOwner
+from torchmars.storage.storage import LostOwnership
 held = FileOwner(Path(sys.argv[1]) / "lock", "training")
 held.check()
 print("locked", flush=True)

@@ -28,8 +28,8 @@ from torchmars.checkpoint.resume import read_verified
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, EXIT_UNCONNECTED
 from torchmars.core.places import place
+from torchmars.storage.objects import connect
 from torchmars.storage.storage import File
-from torchmars.storage.stores import store_by_name
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -227,9 +227,9 @@ def server(monkeypatch):
     with ServerProcess() as server:
         for name, value in variables(server.address).items():
             monkeypatch.setenv(name, value)
-        store_by_name.cache_clear()
+        connect.cache_clear()
         yield server
-    store_by_name.cache_clear()
+    connect.cache_clear()
 
 
 @pytest.mark.parametrize(

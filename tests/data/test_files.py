@@ -11,7 +11,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.places import ObjectPath
 from torchmars.data.corpus import source_files
 from torchmars.data.files import FoundFiles, matches
-from torchmars.storage.stores import store_of
+from torchmars.storage.objects import store_of
 
 DATA = ["a.txt", "deep/b.txt", "deep/er/c.txt", "deep/README.txt", "notes_/tmp.txt", "x~y/d.txt"]
 LEFT = [
@@ -137,7 +137,7 @@ def address():
 @FULL
 def test_a_folder_of_an_object_store_gives_the_same(address, capsys):
     names = DATA + LEFT
-    files = store_of(ObjectPath(address)).files
+    files = store_of(ObjectPath(address))
     for name in names:
         files.pipe_file(f"{address}/{name}", b"text")
     expected = [f"{address}/{name}" for name in sorted(set(names) - set(LEFT))]

@@ -1,8 +1,8 @@
 """Measure how fast a checkpoint goes to an object store and comes back, beside boto3 itself.
 
-    python -m tests.measurements.object_store [MIB] [STAGING_MIB]
+    python -m tests.measurements.object_store [MIB]
 
-MIB (1024) is the size of the state, in 16 tensors, STAGING_MIB (1024) of them may wait on the disk.
+MIB (1024) is the size of the state, in 16 tensors.
 The store is moto's server on the loopback, in a process of its own. One rank writes the state, and
 verifies and reads it; boto3 uploads and downloads the same files, one after the other, with its own
 settings. In each of 3 rounds the ways take turns. It prints medians: seconds, the rate, the time in
@@ -59,10 +59,10 @@ def measured(work: Callable[[], object]) -> tuple[float, float]:
 class Transfers:
     """The ways to move one state to the store and back."""
 
-    def __init__(self, mib: int, staging: int, folder: Path) -> None:
+    def __init__(self, mib: int, folder: Path) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         layout = Layout.create(torch.device("cpu"), Degrees())
-        self.writer = TensorWriter(layout, staging * 2**20)
+        self.writer = TensorWriter(layout)
         numbers = mib * 2**18 // TENSORS  # of 4 bytes
         self.state = {f"tensor-{number}": torch.randn(numbers) for number in range(TENSORS)}
         self.target = {name: torch.zeros_like(tensor) for name, tensor in self.state.items()}
@@ -104,10 +104,10 @@ class Transfers:
             tensor.zero_()
 
 
-def measure(mib: int, staging: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
+def measure(mib: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
     """Return seconds and memory of each way in each round."""
     found = defaultdict(list)
-    ways = Transfers(mib, staging, folder)
+    ways = Transfers(mib, folder)
     ways.write()  # warms up
     ways.copy()
     for _ in range(ROUNDS):
@@ -117,7 +117,7 @@ def measure(mib: int, staging: int, folder: Path) -> dict[str, list[tuple[float,
         found["read"].append(measured(ways.read))
         found[DOWN].append(measured(ways.download))
         ways.check()
-    print(f"{mib} MiB in {len(ways.files)} files, {staging} MiB of staging", flush=True)
+    print(f"{mib} MiB in {len(ways.files)} files", flush=True)
     return found
 
 
@@ -138,13 +138,13 @@ def report(mib: int, found: dict[str, list[tuple[float, float]]]) -> None:
 
 
 def main() -> None:
-    mib, staging = [*map(int, sys.argv[1:]), *[1024, 1024][len(sys.argv) - 1 :]]
+    mib = int(sys.argv[1]) if len(sys.argv) > 1 else 1024
     with tempfile.TemporaryDirectory() as name:
         # Also for what the server and the writer keep in files.
         os.environ["TMPDIR"] = tempfile.tempdir = name
         with ServerProcess() as server:
             os.environ |= variables(server.address)
-            found = measure(mib, staging, Path(name))
+            found = measure(mib, Path(name))
     report(mib, found)
 
 

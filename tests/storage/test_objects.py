@@ -1,6 +1,5 @@
 """Checkpoints in an object store: moto's server of S3 on the loopback, also behind a proxy."""
 
-import html
 import os
 import shutil
 
@@ -16,10 +15,9 @@ from torchmars.checkpoint.resume import read_verified
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.places import ObjectPath, place
 from torchmars.storage import storage_of
-from torchmars.storage.answers import problem
-from torchmars.storage.owner import NAME, FileOwner, LostOwnership
-from torchmars.storage.storage import MANIFEST
-from torchmars.storage.stores import store_by_name, store_of
+from torchmars.storage.local import FileOwner
+from torchmars.storage.objects import OWNER, connect, find_objects, store_of
+from torchmars.storage.storage import MANIFEST, LostOwnership, NewFile
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -41,9 +39,9 @@ def folder(server, request):
 def proxy(server, monkeypatch):
     with Proxy(server) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
-        store_by_name.cache_clear()  # it is connected to the server
+        connect.cache_clear()  # it is connected to the server
         yield proxy
-    store_by_name.cache_clear()
+    connect.cache_clear()
 
 
 def tables_of(tmp_path, folder, **checkpoint):
@@ -67,8 +65,8 @@ def stopped(tables, steps):
     return tables | {"training": tables["training"] | {"steps": steps}}
 
 
-def written(store, file, content):
-    store.files.pipe_file(str(file), content)
+def written(file, content):
+    store_of(file).pipe_file(str(file), content)
 
 
 def test_a_run_goes_on_from_a_store_bit_for_bit(tmp_path, folder):
@@ -94,10 +92,10 @@ def test_a_run_goes_on_from_a_store_bit_for_bit(tmp_path, folder):
 
 
 def test_a_checkpoint_is_there_with_its_manifest_alone(folder):
-    store, storage = store_of(folder), storage_of(folder)
+    storage = storage_of(folder)
     whole, cut, set_aside = (folder / f"step-0000000{step}" for step in (1, 2, 3))
     for checkpoint in (whole, cut, set_aside):
-        written(store, checkpoint / "__0_0.distcp", b"tensors")
+        written(checkpoint / "__0_0.distcp", b"tensors")
     for checkpoint in (whole, set_aside):
         storage.publish(checkpoint, checkpoint, "{}")
     storage.set_aside(set_aside)
@@ -106,7 +104,7 @@ def test_a_checkpoint_is_there_with_its_manifest_alone(folder):
     assert leftovers(folder) == left
     for path in (whole, *left):
         storage.delete(path)
-    assert storage.list(folder) == {} and store.files.find(str(folder)) == []
+    assert storage.list(folder) == {} and find_objects(str(folder)) == []
     assert storage.list(folder / "never") == {}
 
 
@@ -117,38 +115,29 @@ def test_a_folder_without_a_bucket_is_not_empty():
         checkpoints(gone)
 
 
-ECHOED = "wJalrXUtnFEMIofnobody"  # stands in a file of credentials alone
-
-
 @pytest.mark.parametrize(
     "status,code,kind",
     [
         (400, "InvalidBucketName", UserError),
         (400, "KeyTooLongError", UserError),
-        (400, "AuthorizationHeaderMalformed", UserError),
         (404, "NoSuchBucket", UserError),
         (403, "SignatureDoesNotMatch", UserError),
-        (400, "ExpiredToken", UserError),
-        (400, "BadDigest", Unreachable),
+        (403, "ExpiredToken", UserError),
         (500, "InternalError", Unreachable),
+        (503, "SlowDown", Unreachable),
     ],
 )
-def test_what_stays_wrong_is_a_mistake_and_its_secrets_are_not_told(
-    proxy, folder, tmp_path, monkeypatch, status, code, kind
-):
+def test_what_stays_wrong_is_a_mistake(proxy, folder, monkeypatch, status, code, kind):
     """A job must not be put into the queue again and again for the name of a bucket."""
-    file = tmp_path / "credentials"
-    file.write_text(f"[default]\naws_access_key_id = me\naws_secret_access_key = {ECHOED}\n")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr(store_of(folder).files, "retries", 1)
-    text = f"no: {ECHOED} <AWSAccessKeyId>{ECHOED}</AWSAccessKeyId>"
-    body = f"<Error><Code>{code}</Code><Message>{html.escape(text)}</Message></Error>".encode()
+    monkeypatch.setattr(store_of(folder), "retries", 1)
+    text = "no: http://me:word@proxy/x?X-Amz-Signature=word"
+    body = f"<Error><Code>{code}</Code><Message>{text}</Message></Error>".encode()
     proxy.fault = lambda request, passed: (status, [("Content-Type", "application/xml")], body)
     with pytest.raises(UserError) as error:
         checkpoints(folder)
     assert type(error.value) is kind, error.value
-    assert ECHOED not in str(error.value) and str(folder) in str(error.value)
+    assert "word" not in str(error.value) and str(folder) in str(error.value)
 
 
 def test_a_name_that_the_client_refuses_is_a_mistake():
@@ -157,38 +146,24 @@ def test_a_name_that_the_client_refuses_is_a_mistake():
     assert type(error.value) is UserError
 
 
-def test_files_wait_in_a_bounded_place(folder, monkeypatch):
-    """Files go up several at a time, and what is larger than a part goes in parts."""
-    from torchmars.storage import uploads
-
-    monkeypatch.setitem(uploads.OPTIONS, "chunksize", 5 * 2**20)
-    files = storage_of(folder).new_files(folder, 2**20)
-    assert files.size == 2**17
-    contents = {f"{number}": os.urandom(2**17 * number) for number in (0, 1, 3, 96)}
-    for name, content in contents.items():
-        with files.create(name) as file:
-            file.write(content)
-    found = files.finish()
-    assert found.keys() == contents.keys()
-    for name, content in contents.items():
-        assert describe_file(folder / name) == found[name]
-        with storage_of(folder).open(folder / name) as stream:
+def test_a_file_comes_back_as_it_was_written(folder):
+    """What is larger than a request goes and comes in several."""
+    storage = storage_of(folder)
+    for size in (0, 1, 3 * 2**17, 40 * 2**20):
+        content = os.urandom(size)
+        with NewFile(storage.create(folder / "file")) as file:
+            file.write(content[: size // 3])
+            file.write(content[size // 3 :])
+        assert describe_file(folder / "file") == file.describe()
+        with storage.open(folder / "file") as stream:
             assert stream.read() == content
-            stream.seek(len(content) // 2)
-            assert stream.read(7) == content[len(content) // 2 :][:7]
-
-
-def test_a_file_that_an_error_ends_is_dropped(folder):
-    files = storage_of(folder).new_files(folder, 2**20)
-    with pytest.raises(ValueError), files.create("broken") as file:
-        file.write(b"half")
-        raise ValueError
-    assert files.finish() == {} and storage_of(folder).list(folder) == {}
+            stream.seek(size // 2)
+            assert stream.read(7) == content[size // 2 :][:7]
 
 
 def taken(folder, run):
     """The owner of a folder for the run of the folder `run`, whose lock this process takes."""
-    return storage_of(folder).take(folder, FileOwner(run / "lock", "training"))
+    return storage_of(folder).take(folder, run, FileOwner(run / "lock", "training").id)
 
 
 def test_a_store_keeps_a_second_run_off(tmp_path, folder):
@@ -196,7 +171,7 @@ def test_a_store_keeps_a_second_run_off(tmp_path, folder):
     refused = (
         rf"another run uses .* \(process {os.getpid()} on .*\): stop it first or, if it is over, "
     )
-    with pytest.raises(UserError, match=refused + f"delete {folder}/{NAME}, or set checkpoint.f"):
+    with pytest.raises(UserError, match=refused + f"delete {folder}/{OWNER}, or set checkpoint.f"):
         taken(folder, tmp_path / "two")
     first.check()
     again = taken(folder, tmp_path / "one")  # its former process is over
@@ -204,7 +179,7 @@ def test_a_store_keeps_a_second_run_off(tmp_path, folder):
         first.check()
     first.release()
     again.check()
-    store_of(folder).files.rm_file(str(folder / NAME))
+    store_of(folder).rm_file(str(folder / OWNER))
     with pytest.raises(LostOwnership, match="was taken by somebody who deleted it"):
         again.check()
     other = taken(folder, tmp_path / "two")
@@ -255,41 +230,35 @@ def test_a_copy_of_a_run_is_another_run(tmp_path, folder):
 @pytest.mark.parametrize("content", full_but([b"{"], [b"", b"{", b"[1]"]))
 def test_what_is_no_owner_is_no_permission(tmp_path, folder, content):
     owner = taken(folder, tmp_path / "one")
-    written(store_of(folder), folder / NAME, content)
+    written(folder / OWNER, content)
     with pytest.raises(Unreachable, match="it is none of this program's"):
         owner.check()
     with pytest.raises(UserError, match="another run uses .*an unknown process.* delete"):
         taken(folder, tmp_path / "one")
 
 
-def test_a_save_gives_up_uploads_of_its_own_alone(folder):
-    store, own = store_of(folder), "step-00000004/__0_0.distcp"
-    key = folder.name
-    theirs = [
-        "big.bin",
-        f"{key}/mine.bin",
-        f"{key}2/{own}",
-        f"{key}/deeper/{own}",
-        f"{key}/step-00000004/notes.bin",
-        f"{key}/step-00000004/export/__0_0.distcp",
-        f"{key}/step-4/model.safetensors",
-    ]
+def test_a_save_touches_no_upload_of_others(folder):
+    files, key = store_of(folder), folder.name
 
     def begun():
-        found = store.files.call_s3("list_multipart_uploads", Bucket=BUCKET)
+        found = files.call_s3("list_multipart_uploads", Bucket=BUCKET)
         return sorted(each["Key"] for each in found.get("Uploads", []))
 
-    for name in (*theirs, f"{key}/{own}", f"{key}/step-00000006/.metadata", own):
-        store.files.call_s3("create_multipart_upload", Bucket=BUCKET, Key=name)
-    storage_of(folder).stage(folder / "step-00000008")
-    assert begun() == sorted([*theirs, own])
-    whole = place(f"s3://{BUCKET}")
-    storage_of(whole).stage(whole / "step-00000008")
-    assert begun() == sorted(theirs)
+    own, before = f"{key}/step-00000004/__0_0.distcp", begun()
+    theirs = ["big.bin", f"{key}/mine.bin", f"{key}2/x", f"{key}/step-00000004/notes.bin", own]
+    for name in theirs:
+        files.call_s3("create_multipart_upload", Bucket=BUCKET, Key=name)
+    storage, checkpoint = storage_of(folder), folder / "step-00000004"
+    for _ in range(2):
+        storage.stage(checkpoint)
+        storage.create(checkpoint / "__0_0.distcp").close()
+        storage.publish(checkpoint, checkpoint, "{}")
+    storage.delete(checkpoint)
+    assert begun() == sorted(before + theirs)
 
 
 def test_what_others_have_in_a_folder_stays(folder):
-    store, storage = store_of(folder), storage_of(folder)
+    storage = storage_of(folder)
     checkpoint, other = folder / "step-00000004", folder.with_name(folder.name + "2")
     theirs = [
         other / "step-00000004" / "__0_0.distcp",
@@ -299,15 +268,15 @@ def test_what_others_have_in_a_folder_stays(folder):
         folder / "step-00000004.txt",
     ]
     for file in theirs:
-        written(store, file, b"x")
+        written(file, b"x")
     for name in ("__0_0.distcp", ".metadata"):
-        written(store, checkpoint / name, b"own")
+        written(checkpoint / name, b"own")
     storage.publish(checkpoint, checkpoint, "{}")
     for again in (checkpoint, checkpoint.with_suffix(".partial")):
         with pytest.raises(OSError, match="it holds export, which no save wrote"):
             storage.delete(again)
     assert sorted(map(str, theirs)) == sorted(
-        map(str, store.glob(str(folder)) + store.glob(str(other)))
+        map(str, find_objects(str(folder)) + find_objects(str(other)))
     )
 
 
@@ -335,12 +304,14 @@ def altered(status, headers, content):
 
 @FULL
 @pytest.mark.parametrize("file", FILES)
-def test_a_byte_that_the_network_alters_is_read_again(tmp_path, folder, proxy, file):
+def test_a_byte_that_the_network_alters_is_found(tmp_path, folder, proxy, file):
+    """Its client knows the checksum that the store has: the next start reads it again."""
     tables = tables_of(tmp_path, folder)
     train_on(1, stopped(tables, 4))
     proxy.fault, spoiled = spoil_once(f"step-00000004/{file}", altered)
-    (said,) = train_on(1, tables)
-    assert spoiled and f"from step 4: {folder}/step-00000004" in said
+    said, again = train_on(1, tables, tables)
+    assert spoiled and "see that the store answers, and start again" in said
+    assert f"from step 4: {folder}/step-00000004" in again
 
 
 @FULL
@@ -387,105 +358,22 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(folder, proxy, monkeyp
         checkpoints(folder)
 
 
-LISTING = b'<?xml version="1.0"?><ListBucketResult><Name>bucket</Name><KeyCount>0</KeyCount>'
-PAGE = [("Content-Type", "text/html")], b"<html><head/><body>Please log in</body></html>"
-NO_LISTINGS = {
-    "a login page": (200, *PAGE),
-    "one that is no XML": (200, [], b"<!DOCTYPE html><p>Please<br>log in"),
-    "JSON": (200, [], b'{"login": "https://proxy"}'),
-    "nothing": (200, [], b""),
-    "a part of one": (200, [], LISTING),
-    "an error": (200, [], b"<Error><Code>InternalError</Code></Error>"),
-    "another answer": (200, [], b"<ListAllMyBucketsResult></ListAllMyBucketsResult>"),
-    "a part of many": (
-        200,
-        [],
-        LISTING + b"<IsTruncated>true</IsTruncated></ListBucketResult>",
-    ),
-    "a page that is not found": (404, *PAGE),
-    "nothing that is not found": (404, [], b""),
-}
-
-
-@pytest.mark.parametrize("answer", NO_LISTINGS)
-def test_what_is_no_listing_is_not_an_empty_folder(tmp_path, folder, proxy, monkeypatch, answer):
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    written(store_of(folder), folder / "step-00000004" / MANIFEST, b"{}")
-
-    def spoil(request, passed):
-        return NO_LISTINGS[answer] if "list-type" in request.path else passed()
-
-    proxy.fault = spoil
-    for ask in (checkpoints, leftovers):
-        with pytest.raises(Unreachable, match="see that the store answers, and start again"):
-            ask(folder)
-
-
-def test_a_page_that_comes_once_is_asked_for_again(folder, proxy):
-    storage_of(folder).publish(folder, folder / "step-00000004", "{}")
-    proxy.fault, spoiled = spoil_once("list-type", lambda *answer: (200, *PAGE))
-    assert list(map(step_of, checkpoints(folder))) == [4] and spoiled
-
-
-@pytest.mark.parametrize("method", ["GET", "PUT"])
-def test_a_page_is_no_object(tmp_path, folder, proxy, monkeypatch, method):
-    """Neither a manifest, which would be damaged, nor an owner, nor a file that has arrived."""
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    storage, checkpoint = storage_of(folder), folder / "step-00000004"
-    storage.publish(checkpoint, checkpoint, "{}")
-    owner = taken(folder, tmp_path)
-
-    def spoil(request, passed):
-        asked = (method, "HEAD") if method == "GET" else (method,)
-        return (200, *PAGE) if request.method in asked and "list-" not in request.path else passed()
-
-    proxy.fault = spoil
-    if method == "PUT":
-        with pytest.raises(OSError, match="what answers is no store"):
-            storage.publish(checkpoint, checkpoint, "{}")
-        return
-    for ask in (checkpoints, lambda there: read_verified(checkpoint, "size")):
-        with pytest.raises(Unreachable, match="what answers is no store"):
-            ask(folder)
-    with pytest.raises(Unreachable, match="what answers is no store"):
-        owner.check()
-
-
-def test_a_size_that_is_not_told_is_no_size():
-    answer = {"status_code": 200, "headers": {"ETag": "x"}, "body": b""}
-    assert problem("HeadObject", answer) == "HeadObject has no content-length (unknown)"
-    assert problem("HeadObject", answer | {"headers": {"ETag": "x", "Content-Length": "0"}}) == ""
-
-
 @FULL
 @pytest.mark.parametrize("file", FILES)
 def test_a_run_falls_back_from_what_is_altered_in_the_store(tmp_path, folder, proxy, file):
-    """Its client refuses such an object each time, by the checksum that the store has of it."""
+    """The store has no checksum of it that is right or wrong."""
     tables = tables_of(tmp_path, folder)
     train_on(1, stopped(tables, 4))
 
     def fault(request, passed):
         answer = passed()
-        bad = request.method == "GET" and f"step-00000004/{file}" in request.path
-        return altered(*answer) if bad and answer[0] < 300 else answer
+        if request.method == "GET" and f"step-00000004/{file}" in request.path and answer[0] < 300:
+            status, headers, content = altered(*answer)
+            return status, [each for each in headers if "checksum" not in each[0].lower()], content
+        return answer
 
     proxy.fault = fault
     (said,) = train_on(1, tables)
     assert "falling back to an older checkpoint" in said
     assert f"from step 2: {folder}/step-00000002" in said
     assert list(map(step_of, checkpoints(folder))) == [2, 4, 6, 8]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"\xef\xbb\xbf" + LISTING + b"</ListBucketResult>",
-        LISTING.replace(b"?>", b"?><!-- a -->\n<!-- b -->") + b"</ListBucketResult>",
-        LISTING + b"</ListBucketResult>\n<!-- served by one -->\n",
-    ],
-)
-def test_a_listing_may_have_what_xml_allows(body):
-    answer = {"status_code": 200, "headers": {}, "body": body}
-    assert problem("ListObjectsV2", answer) == ""
-    assert "a page" in problem("ListObjectsV2", answer | {"body": None})

@@ -2,7 +2,6 @@
 
 from torchmars import storage
 from torchmars.storage.local import LocalStorage
-from torchmars.storage.storage import NewFiles
 
 
 def keep_on(place):
@@ -11,17 +10,11 @@ def keep_on(place):
 
 
 class Creating(LocalStorage):
-    """Local files, of each of which `create` is told first: (its folder, its name)."""
+    """Local files, of each of which `told` is told first: (its folder, its name)."""
 
-    def __init__(self, create):
-        self.create = create
+    def __init__(self, told):
+        self.told = told
 
-    def new_files(self, staged, limit):
-        files, create = NewFiles(staged), self.create
-
-        class Told(NewFiles):
-            def create(self, name):
-                create(staged, name)
-                return super().create(name)
-
-        return Told(files.local)
+    def create(self, file):
+        self.told(file.parent, file.name)
+        return super().create(file)

@@ -19,7 +19,7 @@ from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from torchmars.storage.stores import store_by_name
+from torchmars.storage.objects import connect
 
 BUCKET = "bucket"
 SECRETS = {"AWS_ACCESS_KEY_ID": "AKIAOFATEST", "AWS_SECRET_ACCESS_KEY": "secret-of-a-test"}
@@ -43,12 +43,12 @@ def s3_server() -> Iterator[str]:
     urllib.request.urlopen(f"{address}/moto-api/reset", data=b"").close()
     before = dict(os.environ)
     os.environ.update(variables(address))
-    store_by_name.cache_clear()
+    connect.cache_clear()
     try:
         boto3.client("s3").create_bucket(Bucket=BUCKET)
         yield address
     finally:
-        store_by_name.cache_clear()
+        connect.cache_clear()
         os.environ.clear()
         os.environ.update(before)
         server.stop()

@@ -17,7 +17,6 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import open_to_write, write_durably
 from torchmars.core.locks import lock
 from torchmars.storage.local import IN_USE, LOCAL
-from torchmars.storage.owner import FileOwner
 
 FILES = "lock events.jsonl output.log logs/rank-00000.log logs/launcher-here.log".split()
 FILES += "config.toml.partial metrics.jsonl.partial owner.partial".split()
@@ -84,7 +83,7 @@ def test_a_link_among_checkpoints_is_refused(tmp_path, name):
     link.parent.mkdir(parents=True)
     link.symlink_to(there / "lock" if name == IN_USE else there)
     with pytest.raises(UserError, match=f"{link} is .*, or set checkpoint.folder to another"):
-        LOCAL.take(tmp_path / "checkpoints", FileOwner(tmp_path / "run" / "lock", "training"))
+        LOCAL.take(tmp_path / "checkpoints", tmp_path / "run", "an id")
     assert [file.name for file in there.iterdir()] == ["lock"]
     assert (there / "lock").read_text() == MINE
 

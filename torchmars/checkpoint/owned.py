@@ -7,7 +7,8 @@ from torchmars.config.run import RunConfig
 from torchmars.core.errors import UserError
 from torchmars.parallel.layout import Layout
 from torchmars.storage import storage_of
-from torchmars.storage.owner import FileOwner, Owner
+from torchmars.storage.local import FileOwner
+from torchmars.storage.storage import Owner
 
 
 class OwnedFolders:
@@ -28,7 +29,9 @@ class OwnedFolders:
         self.run = layout.only_first(lambda: FileOwner(run.lock, f"training the run {run.path}"))
         try:
             self.checkpoints = layout.only_first(
-                lambda: self.run and storage_of(checkpoints).take(checkpoints, self.run)
+                lambda: (
+                    self.run and storage_of(checkpoints).take(checkpoints, run.path, self.run.id)
+                )
             )
         except UserError:  # a program may go on
             self.release()

@@ -21,13 +21,11 @@ from torchmars.core.device import use
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.parallel.layout import Layout
 from torchmars.storage import storage_of
-from torchmars.storage.owner import LostOwnership
-from torchmars.storage.storage import Storage
+from torchmars.storage.storage import LostOwnership, Storage
 
 # Seconds after which a thread that runs Python gives way to another that wants to, during a save.
 # docs/benchmarks.md has the time that training loses to a save.
 SWITCH_INTERVAL = 1e-4
-STAGED = 2**30  # bytes that each rank may have on its way to an object store, in TMPDIR
 
 
 @contextlib.contextmanager
@@ -69,7 +67,7 @@ class Saver:
         # A save's collectives run beside the training's. They need a group of their own: in one
         # group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
-        self.tensors = TensorWriter(self.layout, STAGED)
+        self.tensors = TensorWriter(self.layout)
         self.retention = Retention(config, folder, owned.check, self.layout.say)
         self.staging = Staging(layout.device)
         self.thread: threading.Thread | None = None

@@ -22,7 +22,7 @@ from torchmars.checkpoint.reader import first_reason
 from torchmars.core.errors import UserError
 from torchmars.parallel.layout import Layout
 from torchmars.storage import storage_of
-from torchmars.storage.storage import File, NewFiles
+from torchmars.storage.storage import File, NewFile
 
 
 @contextlib.contextmanager
@@ -58,9 +58,8 @@ class TensorWriter:
     2.11), and the index is still put together for each checkpoint.
     """
 
-    def __init__(self, layout: Layout, limit: int) -> None:
-        """`limit` is as in `Storage.new_files`."""
-        self.layout, self.limit = layout, limit
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
         self.plan: _Plan | None = None
         """Kept on all ranks or on none."""
 
@@ -69,14 +68,9 @@ class TensorWriter:
 
         `state` is a rank's part, by name. Returns size and checksum of the files of all ranks.
         """
-        files = storage_of(staged).new_files(staged, self.limit)
-        try:
-            self._write(state, _TensorFiles(staged, files))
-        except BaseException:
-            with contextlib.suppress(OSError):  # nothing may arrive when others are written
-                files.finish()
-            raise
-        parts = self.layout.gather(reporting_disk_errors()(files.finish))
+        files = _TensorFiles(staged)
+        self._write(state, files)
+        parts = self.layout.gather(files.describe)
         return {name: file for part in parts for name, file in part.items()}
 
     def _write(self, state: dict[str, Tensor], files: "_TensorFiles") -> None:
@@ -106,10 +100,13 @@ class _TensorFiles(dcp.FileSystemWriter):
     places: list[WriteResult]
     index = b""
 
-    def __init__(self, staged: PurePath, files: NewFiles) -> None:
+    def __init__(self, staged: PurePath) -> None:
         super().__init__(str(staged), sync_files=False)  # the storage does
-        self.fs = _StagedFiles(files)
-        self.files = files
+        self.files = self.fs = _StagedFiles(staged)
+
+    def describe(self) -> dict[str, File]:
+        """Return size and checksum of this rank's files, by name."""
+        return {name: file.describe() for name, file in sorted(self.files.created.items())}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.mine = plan
@@ -119,7 +116,7 @@ class _TensorFiles(dcp.FileSystemWriter):
             if item.tensor_data
         )
         # DCP makes a file for each of its threads.
-        self.thread_count = max(1, math.ceil(size / self.files.size))
+        self.thread_count = max(1, math.ceil(size / self.files.storage.file_size))
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:  # of torch.save, which only says at which byte it ended
@@ -144,7 +141,7 @@ class _TensorFiles(dcp.FileSystemWriter):
 
     def _write_index(self, index: bytes) -> None:
         self.index = index
-        with self.files.create(INDEX) as stream:
+        with self.files.create_stream(INDEX, "wb") as stream:
             stream.write(index)
 
     @reporting_disk_errors()
@@ -164,11 +161,14 @@ class _TensorFiles(dcp.FileSystemWriter):
 class _StagedFiles(FileSystem):
     """The files of tensors that DCP writes, on a storage."""
 
-    def __init__(self, files: NewFiles) -> None:
-        self.files = files
+    def __init__(self, staged: PurePath) -> None:
+        self.staged, self.storage = staged, storage_of(staged)
+        self.created: dict[str, NewFile] = {}
 
     def create_stream(self, path: str | os.PathLike, mode: str) -> Any:
-        return self.files.create(PurePath(path).name)
+        name = PurePath(path).name
+        self.created[name] = NewFile(self.storage.create(self.staged / name))
+        return self.created[name]
 
     def exists(self, path: str | os.PathLike) -> bool:
         return False

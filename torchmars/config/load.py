@@ -19,13 +19,12 @@ from torchmars.config.plugins import load_plugins, not_loaded
 from torchmars.config.presets import find_sources
 from torchmars.config.run import Modules
 from torchmars.config.source import parse_source
-from torchmars.config.toml_files import NamedTables, Tables, flattened, merge
+from torchmars.config.toml_files import NamedTables, Tables, merge
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.help import help_asked, options_of, print_help_if_asked
 from torchmars.core.options import take_options
 from torchmars.core.places import place
-from torchmars.core.secrets import has_credentials
 from torchmars.core.typed import (
     dotted_names,
     hint_at,
@@ -35,7 +34,6 @@ from torchmars.core.typed import (
     read_words,
     setting_meant,
     table_in,
-    unprintable,
 )
 from torchmars.optim.rules import RULES
 
@@ -166,7 +164,6 @@ def config_of(sources: list[NamedTables]) -> ResolvedConfig:
 
     Raises `UserError`.
     """
-    check_secrets(merged(sources))
     load_named_plugins(sources)
     config = config_from_sources(sources)
     check_places(config)
@@ -276,17 +273,6 @@ def without_none(value: Any) -> Any:
         kept = {key: without_none(item) for key, item in value.items() if item is not None}
         return {key: item for key, item in kept.items() if item != {}}
     return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def check_secrets(tables: Tables) -> None:
-    """Raise `UserError`, which does not repeat it, for a value with credentials in a name."""
-    if next(unprintable(tables), None):  # it is told where values are checked
-        return
-    for setting, value in flattened(tables).items():
-        if has_credentials(value):
-            raise UserError(
-                f"{setting} must not hold credentials: a store's own variables and files do"
-            )
 
 
 def check_places(config: ResolvedConfig) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from torchmars.core.errors import UserError
-from torchmars.core.places import place_problem
 from torchmars.core.typed import nearest
 
 STORE = re.compile(r"[a-z][a-z0-9+.-]*:(?=/)", re.IGNORECASE)  # begins the name of one's object
@@ -78,7 +77,7 @@ def reader_of(readers: Mapping[str, R], kind: str) -> R:
 
 def likely(text: str, name: str, known: list[str]) -> str:
     """Return what a source of no known kind was meant to be; "" if that is not clear."""
-    if not place_problem(text) and (os.path.exists(text) or text.endswith(".txt")):
+    if os.path.exists(text) or text.endswith(".txt"):
         return f"text:{text}"
     return nearest(name, known)
 
@@ -90,9 +89,8 @@ def parse_source(text: str) -> DataSource:
         return parse_source(f"{NAMES[name]}:{rest}" if rest else NAMES[name])
     if name not in KINDS:
         known = [*KINDS, *NAMES]
-        shown = "" if place_problem(text) else f" = {text!r}"
         raise UserError(
-            f"data.source{shown} is of no known kind: it must begin with one of "
+            f"data.source = {text!r} is of no known kind: it must begin with one of "
             f"{', '.join(known)}, or a plugin's (--plugins)"
             + (f"; did you mean {near}?" if (near := likely(text, name, known)) else "")
         )

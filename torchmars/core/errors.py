@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -13,7 +14,6 @@ from typing import NoReturn
 
 from torchmars.begin import install_command
 from torchmars.core.console import finish, say, unread
-from torchmars.core.secrets import without_credentials
 
 EXIT_MISTAKE = 2
 EXIT_UNCONNECTED = 69  # EX_UNAVAILABLE of sysexits.h: not connected in time; start it again
@@ -30,6 +30,12 @@ PYTHON = str(Path(os.__file__).parent)  # the folder of its own modules
 # The environment variable with the file in which a rank leaves its exit code for its launcher.
 EXIT_CODE_FILE = "TORCHMARS_EXIT_CODE_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # that in which torchrun expects a rank's error
+
+
+# Of an address what may be credentials: USER:PASSWORD@, where the number of a port is none, and a
+# query.
+PASSWORD = re.compile(r"(?:(?<=//)|(?<=s3:)|(?<=gs:)|(?<=az:))[^\s/@:]*:(?!\d{1,5}/)[^\s@]*@")
+QUERY = re.compile(r"(://[^\s?]*)\?[^\s'\")]+")
 
 
 class UserError(Exception):
@@ -151,6 +157,11 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
         raise Ended(0) from None
     finally:
         finish()
+
+
+def without_credentials(text: str) -> str:
+    """Return a text whose addresses have no USER:PASSWORD@ and no query."""
+    return QUERY.sub(r"\1?...", PASSWORD.sub("...@", text))
 
 
 def say_error(error: object) -> None:

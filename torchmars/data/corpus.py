@@ -14,7 +14,7 @@ from torchmars.config.source import KINDS, DataSource, parse_source
 from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import sha256
 from torchmars.data.files import COMPRESSED, FoundFiles, matches
-from torchmars.storage.stores import size_and_time
+from torchmars.storage.objects import size_and_time
 
 # In what `datasets` raises of a data set that comes as a program: from release 4 on, and before.
 NEEDS_SCRIPT = re.compile("scripts are no longer supported|trust_remote_code")

@@ -18,7 +18,7 @@ from torchmars.core.console import say, say_if_long
 from torchmars.core.errors import UserError
 from torchmars.core.places import place
 from torchmars.core.words import counted
-from torchmars.storage.stores import store_of
+from torchmars.storage.objects import find_objects
 
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 # Names of files and folders that no corpus means: hidden ones, backups and locks of editors, what
@@ -103,7 +103,7 @@ def matches(pattern: str, kind: str, option: str) -> FoundFiles:
                 there = below(path, fixed, ["**"] if is_folder else asked)
                 found += (file for file in there if is_file(file))
             else:
-                found += store_of(path).glob(pattern)
+                found += find_objects(pattern)
                 is_folder = not asked and found != [path]
     except (OSError, ValueError):  # no characters of a path
         found = []

@@ -18,7 +18,7 @@ from torchmars.core.places import place
 from torchmars.data.corpus import Input, Piece, Sizes, is_plain
 from torchmars.data.documents import SEPARATOR, Damage, Position, Record, TextBlock, TextPart
 from torchmars.data.rows import dataset_parts, parquet_parts
-from torchmars.storage.stores import store_of
+from torchmars.storage import storage_of
 
 CHUNK = 2**20  # bytes read at once of a plain file
 COMPRESSED_CHUNK = 2**16  # of a compressed one, which may become many times as long
@@ -66,7 +66,7 @@ def text_parts(
 ) -> Iterator[TextPart]:
     """Yield a file of text or of lines from byte `offset` on, before which are `lines` lines."""
     path = place(each.name, pattern=True)
-    with path.open("rb") if isinstance(path, Path) else store_of(path).open(path) as file:
+    with path.open("rb") if isinstance(path, Path) else storage_of(path).open(path) as file:
         yield from TextReader(file, each, source.kind, offset).parts(lines, sizes)
 
 

@@ -12,7 +12,7 @@ from torchmars.core.errors import UserError, needs_package
 from torchmars.core.places import place
 from torchmars.data.corpus import Input, Sizes, in_a_line, load_dataset
 from torchmars.data.documents import Damage, Record, TextPart
-from torchmars.storage.stores import store_of
+from torchmars.storage import storage_of
 
 ROWS = 256  # read at once of a Parquet file
 READERS = 8  # files whose columns are looked at side by side
@@ -49,7 +49,7 @@ def open_table(name: str) -> Any:
         import pyarrow.parquet
     path = place(name, pattern=True)
     try:
-        opened = path if isinstance(path, Path) else store_of(path).open(path)
+        opened = path if isinstance(path, Path) else storage_of(path).open(path)
         # pre_buffer would hold all row groups in memory.
         table = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)
         table.schema_arrow.names  # noqa: B018, which the footer may not have either

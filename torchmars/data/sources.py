@@ -17,7 +17,7 @@ from torchmars.core.places import place
 from torchmars.core.typed import make, parse_json
 from torchmars.data.corpus import source_files
 from torchmars.data.corpus_plan import CorpusPlan
-from torchmars.storage.stores import size_and_time
+from torchmars.storage.objects import size_and_time
 
 NAME = "sources.json"
 LARGEST_HASHED = 2**30  # bytes of a corpus whose files are hashed

@@ -7,13 +7,10 @@ an `Owner`.
 from pathlib import Path, PurePath
 
 from torchmars.storage.local import LOCAL
-from torchmars.storage.objects import ObjectStorage
+from torchmars.storage.objects import OBJECTS
 from torchmars.storage.storage import Storage
-from torchmars.storage.stores import store_of
 
 
 def storage_of(path: PurePath) -> Storage:
-    """Return where a path, which `place` gave, lies. Raises `UserError` for an unknown store."""
-    if isinstance(path, Path):
-        return LOCAL
-    return ObjectStorage(store_of(path))
+    """Return where a path, which `place` gave, lies."""
+    return LOCAL if isinstance(path, Path) else OBJECTS

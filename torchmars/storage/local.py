@@ -8,28 +8,100 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import BinaryIO, cast
 
+from torchmars.cluster import process
+from torchmars.core import locks
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, open_file, sync_folder, write_durably
-from torchmars.core.locks import is_locked
-from torchmars.storage.owner import FileOwner, in_use, owner_of
-from torchmars.storage.storage import DAMAGED, DELETED, MANIFEST, WRITTEN, Foreign, NewFiles
+from torchmars.core.files import (
+    PARTIAL,
+    DurableFile,
+    open_file,
+    read_text,
+    sync_folder,
+    write_durably,
+)
+from torchmars.storage.storage import (
+    DAMAGED,
+    DELETED,
+    MANIFEST,
+    WRITTEN,
+    Foreign,
+    in_use,
+    lost,
+)
 
 DEFAULT = "checkpoints"  # the folder of checkpoints in a run's own folder
 IN_USE = ".in-use/lock"  # held by the run that has a folder of checkpoints which is not its default
 
 
+class FileOwner:
+    """The owner of a folder on a disk. A process of an earlier round of its machines is over."""
+
+    def __init__(self, lock: Path, doing: str) -> None:
+        """Take the folder of the file `lock`. Raises `UserError` if another process has it."""
+        self.lock, self.file = lock, lock.with_name("owner")
+        own = os.environ.get(process.ROUND, "")
+        self.descriptor = locks.lock(lock, doing, over=is_earlier(self._former()[1], own))
+        self.id = self._former()[0] or secrets.token_hex(8)
+        """The same for each process that has the folder, and another one for a copy of it."""
+        self.mine: str | None = None
+        """The content of the owner's file; None if it cannot be written."""
+        with contextlib.suppress(OSError):  # a folder that cannot be written is reported later
+            text = f"{self.id} {secrets.token_hex(8)} {own}".strip()
+            write_durably(self.file, text)
+            self.mine = text
+            self.id += f" {os.stat(lock.parent).st_ino}"
+
+    def check(self) -> None:
+        """Raise `LostOwnership` if another process has taken the folder."""
+        # Opened each time: so a network file system sees the writes of others. The lock itself must
+        # not be opened: closing it would give it up.
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if self.mine is not None and read_text(self.file) != self.mine:
+                raise lost(self.lock, owner_of(self.lock))
+
+    def release(self) -> None:
+        """Let other processes have the folder."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def _former(self) -> tuple[str, str]:
+        """Return the folder's id and the round of the process that had it; empty if unknown."""
+        with contextlib.suppress(OSError, ValueError):
+            folder_id, _, *met = read_text(self.file).split(" ")
+            return folder_id, "".join(met)
+        return "", ""
+
+
+def is_earlier(met: str, own: str) -> bool:
+    """Return whether a round, MEETING:NUMBER, came before another one of the same meeting."""
+    with contextlib.suppress(ValueError):
+        (meeting, number), (own_meeting, own_number) = met.split(":"), own.split(":")
+        return meeting == own_meeting and int(number) < int(own_number)
+    return False
+
+
+def owner_of(lock: Path) -> str:
+    """Return who holds the lock of a file, in words."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return read_text(lock) or "another process"
+    return "another process"
+
+
 class LocalStorage:
     """Folders of local files. A checkpoint is staged under another name, and renamed last."""
 
-    def take(self, folder: PurePath, run: FileOwner) -> FileOwner | None:
+    file_size = 2**63
+
+    def take(self, folder: PurePath, run: Path, run_id: str) -> FileOwner | None:
         """Lock a file among the checkpoints, and see that no run has the folder as its default.
 
         A run whose default it is has locked its own folder before, and looks for that file then. So
         of two that start at once, at least one sees the other.
         """
-        folder, its = Path(folder), run.lock.parent
+        folder = Path(folder)
         lock, real = folder / IN_USE, folder.resolve()
-        if real == (its / DEFAULT).resolve() and not lock.exists():
+        if real == (run / DEFAULT).resolve() and not lock.exists():
             return None
         try:
             if lock.parent.is_symlink():
@@ -38,11 +110,11 @@ class LocalStorage:
         except UserError as error:
             raise UserError(f"{error}, or set checkpoint.folder to another folder") from None
         others = (
-            real.parent / "lock" if real.name == DEFAULT and real.parent != its.resolve() else None
+            real.parent / "lock" if real.name == DEFAULT and real.parent != run.resolve() else None
         )
         # Another user's cannot be opened to be locked.
         for file in (lock if taken.descriptor is None else None, others):
-            if file is not None and is_locked(file):
+            if file is not None and locks.is_locked(file):
                 taken.release()
                 raise in_use(folder, owner_of(file))
         return taken
@@ -73,8 +145,8 @@ class LocalStorage:
         staged.mkdir(parents=True)
         return staged
 
-    def new_files(self, staged: PurePath, limit: int) -> NewFiles:
-        return NewFiles(Path(staged))
+    def create(self, file: PurePath) -> BinaryIO:
+        return DurableFile(Path(file))
 
     def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
         staged, checkpoint = Path(staged), Path(checkpoint)

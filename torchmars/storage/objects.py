@@ -1,141 +1,308 @@
-"""Checkpoints in an object store, by fsspec: s3://BUCKET/RUN, and gs://, az:// and others alike.
+"""Object stores, by fsspec: s3://BUCKET/FOLDER, and gs://, az:// and others alike.
 
-An object store has no folders and renames nothing. So the files of a checkpoint get their names at
-once, and the checkpoint is there while it has its manifest: that is put last, in one request, and
-goes first. Credentials come from where the store's own tools take them.
+Credentials come from where a store's own tools take them. A store has no folders and renames
+nothing. So the files of a checkpoint get their names at once, and the checkpoint is there while it
+has its manifest: that is put last, in one request, and goes first.
 """
 
 import contextlib
 import errno
 import io
+import json
+import os
 import re
+import secrets
+import time
 import zipfile
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import PurePath
-from typing import BinaryIO
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from glob import has_magic
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO
 
+from torchmars.cluster import process
+from torchmars.core.errors import Unreachable, UserError, missing_package, without_credentials
 from torchmars.core.files import PARTIAL
-from torchmars.storage.owner import FileOwner, StoreOwner
-from torchmars.storage.storage import DAMAGED, MANIFEST, WRITTEN, Foreign
-from torchmars.storage.stores import BLOCK, Store, reading, writing
-from torchmars.storage.uploads import ObjectFiles
+from torchmars.core.places import STORES, ObjectPath
+from torchmars.storage.storage import (
+    DAMAGED,
+    MANIFEST,
+    WRITTEN,
+    Foreign,
+    in_use,
+    lost,
+)
 
+BLOCK = 16 * 2**20  # bytes of a request where a file is read or written from start to end
 REQUESTS = 8  # at a time
 CHECKPOINT = re.compile(r"step-\d+")  # the name of its folder
+# What stays wrong as long as a name or a setting does.
+MISTAKES = {errno.EINVAL, errno.ENAMETOOLONG, errno.EREMCHG}
+OWNER = "owner"  # the object that names who has a folder
+
+
+@cache
+def connect(root: str, pid: int) -> Any:
+    """Return fsspec's file system of a bucket, PROTOCOL://BUCKET.
+
+    Each process has its own, and a fork keeps its parent's alive: closing it there would unregister
+    the epoll that both share. Raises `UserError`.
+    """
+    protocol = root.partition(":")[0]
+    extra, package = STORES[protocol]
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(root, skip_instance_cache=True, use_listings_cache=False)[0]
+    except ImportError:
+        raise missing_package(package, f"{protocol}://", extra) from None
+    except Exception as error:  # whatever its client makes of its variables and files
+        raise UserError(
+            f"{protocol}:// cannot be used ({reason(error)}): set what its own tools need"
+        ) from None
+
+
+def store_of(path: PurePath) -> Any:
+    """Return fsspec's file system of the bucket that an object is in. Raises `UserError`."""
+    return connect(f"{path.parts[0]}//{path.parts[1]}", os.getpid())
+
+
+def find_objects(pattern: str) -> list[PurePath]:
+    """Return the objects that a pattern or a name has, or all in a folder of the name.
+
+    Raises `Unreachable`.
+    """
+    path = ObjectPath(pattern)
+    with reading(path):
+        files = store_of(path)
+        found = (files.glob if has_magic(pattern) else files.find)(str(path), detail=True)
+    # A wildcard matches folders too, and some stores have an object for one.
+    return [
+        ObjectPath(f"{path.parts[0]}//{name}")
+        for name, about in found.items()
+        if about["type"] == "file" and not name.endswith("/")
+    ]
+
+
+def size_and_time(file: PurePath) -> tuple[int, int]:
+    """Return the bytes of a file, and when it was last written to, in ns. Raises `OSError`."""
+    if isinstance(file, Path):
+        stat = file.stat()
+        return stat.st_size, stat.st_mtime_ns
+    with reading(file):
+        files = store_of(file)
+        return files.info(str(file))["size"], int(files.modified(str(file)).timestamp() * 1e9)
+
+
+class _Object(io.RawIOBase):
+    """An object that is read; each read is a request."""
+
+    def __init__(self, path: PurePath) -> None:
+        self.path, self.name = path, str(path)
+        with reading(path):
+            self.file = store_of(path).open(str(path), cache_type="none")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return int(self.file.seek(offset, whence))
+
+    def readall(self) -> bytes:
+        with reading(self.path):
+            return bytes(self.file.read())
+
+    def readinto(self, buffer: Any) -> int:
+        with reading(self.path):
+            return int(self.file.readinto(buffer))
+
+
+class _NewObject(io.BytesIO):
+    """A new object, which is in the store once it is closed."""
+
+    def __init__(self, path: PurePath) -> None:
+        super().__init__()
+        self.path = path
+
+    def close(self) -> None:
+        """Raises `OSError` if the object cannot be written."""
+        if self.closed:
+            return
+        content, files = self.getvalue(), store_of(self.path)
+        super().close()
+        parts = {"chunksize": BLOCK, "max_concurrency": REQUESTS}
+        with writing(self.path):
+            files.pipe_file(str(self.path), content, **parts if self.path.parts[0] == "s3:" else {})
+            if (arrived := files.info(str(self.path))["size"]) != len(content):
+                raise OSError(f"{arrived} of {len(content)} bytes arrived")
+
+
+@contextlib.contextmanager
+def reading(path: PurePath) -> Iterator[None]:
+    """Raise a `UserError`, mostly `Unreachable`, for all that a store raises.
+
+    But an object that is missing stays a `FileNotFoundError`.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from None
+    except Exception as error:
+        kind = type(error).__name__  # those of S3's client are no classes of Python's
+        if isinstance(error, PermissionError) or "Credential" in kind:
+            raise UserError(
+                f"{path}: the store refuses ({reason(error)}): set credentials for this folder, "
+                "where the store's own tools read them"
+            ) from None
+        wrong = isinstance(error, ValueError) or getattr(error, "errno", None) in MISTAKES
+        if wrong or kind == "ParamValidationError":
+            raise UserError(
+                f"{path} is no name that the store or its settings allow ({reason(error)}): "
+                "name another one, or mend the settings of the store's own tools"
+            ) from None
+        raise Unreachable(
+            f"{path} cannot be read ({reason(error)}): see that the store answers, and start again"
+        ) from None
+
+
+@contextlib.contextmanager
+def writing(path: PurePath) -> Iterator[None]:
+    """Raise an `OSError` with its reason for whatever a store raises."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, reason(error), str(path)) from None
+
+
+def reason(error: Exception) -> str:
+    """Return a store's error in one line, without what may be credentials."""
+    return without_credentials(" ".join(str(error).split())) or type(error).__name__
+
+
+class StoreOwner:
+    """The owner of a folder in an object store. A former process of the same run is over.
+
+    The lock of the run's own folder, which this process has, says so.
+    """
+
+    def __init__(self, folder: PurePath, run_id: str) -> None:
+        """Take `folder` for a run. Raises `UserError` if another run has it, and `Unreachable`."""
+        self.file, self.files = folder / OWNER, store_of(folder)
+        self.me = {
+            "run": run_id,
+            "process": f"process {os.getpid()} on {process.node()}",
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "id": secrets.token_hex(8),
+        }
+        found = self._read()
+        if not found:
+            with contextlib.suppress(Exception):  # not all stores can do this
+                self._write(mode="create")
+            found = self._read()
+        if found and found.get("run") != self.me["run"]:
+            raise in_use(folder, holder_of(found), f" or, if it is over, delete {self.file}")
+        if found != self.me:
+            with reading(self.file):
+                self._write()
+
+    def check(self) -> None:
+        """Raise `LostOwnership` if another process has taken the folder, or `Unreachable`."""
+        found = self._read()
+        if found and "id" not in found:  # it may have been spoiled on its way
+            raise Unreachable(f"{self.file} cannot be read: it is none of this program's")
+        if found.get("id") != self.me["id"]:
+            raise lost(self.file, holder_of(found) if found else "somebody who deleted it")
+
+    def release(self) -> None:
+        """Let other runs have the folder."""
+        with contextlib.suppress(UserError, OSError):
+            self.check()
+            with writing(self.file):
+                self.files.rm_file(str(self.file))
+
+    def _read(self) -> dict[str, str]:
+        """Return the owner's file: empty if there is none, without an id if it is damaged."""
+        try:
+            with reading(self.file):
+                content = self.files.cat_file(str(self.file))
+            found = json.loads(content)
+        except FileNotFoundError:
+            return {}
+        except ValueError:
+            found = None
+        return found if isinstance(found, dict) else {"process": "an unknown process"}
+
+    def _write(self, **options: str) -> None:
+        self.files.pipe_file(str(self.file), json.dumps(self.me).encode(), **options)
+
+
+def holder_of(found: dict[str, str]) -> str:
+    """Return who has a folder in a store, in words."""
+    return f"{found.get('process')}, since {found.get('since', '?')}"
 
 
 class ObjectStorage:
-    """Folders of an object store, `storage.Storage`.
+    """Folders of object stores, `storage.Storage`.
 
     A checkpoint without a manifest is listed with the suffix that a local one would have.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    file_size = 2**26  # a file is in memory until it is there
 
-    def take(self, folder: PurePath, run: FileOwner) -> StoreOwner:
-        return StoreOwner(self.store, folder, run)
+    def take(self, folder: PurePath, run: Path, run_id: str) -> StoreOwner:
+        return StoreOwner(folder, run_id)
 
     def list(self, folder: PurePath) -> dict[str, bool]:
-        with reading(folder):
-            try:
-                found = self.store.files.ls(str(folder), detail=True)
-            except FileNotFoundError:
-                try:
-                    self.store.files.find(str(folder))
-                except FileNotFoundError:
-                    raise FileNotFoundError("The specified bucket does not exist") from None
-                return {}
-        names = {each["name"].rstrip("/").rpartition("/")[2]: each for each in found}
-        folders = [
-            name
-            for name, each in names.items()
-            if each["type"] == "directory" and CHECKPOINT.fullmatch(name)
-        ]
+        listed = entries(folder)
+        folders = [name for name in listed if listed[name] and CHECKPOINT.fullmatch(name)]
         with ThreadPoolExecutor(REQUESTS) as pool:
-            there = dict(zip(folders, pool.map(lambda name: self._has(folder / name), folders)))
-        listed = {
-            name: each["type"] == "directory" for name, each in names.items() if name not in there
-        }
-        for name, published in there.items():
-            if published:
-                listed[name] = True
-            elif name + DAMAGED not in listed:
-                listed[name + PARTIAL] = True
+            there = pool.map(lambda name: is_published(folder / name), folders)
+            for name, published in zip(folders, there):
+                if not published:
+                    del listed[name]
+                    if name + DAMAGED not in listed:
+                        listed[name + PARTIAL] = True
         return listed
 
     def open(self, file: PurePath) -> BinaryIO:
-        return self.store.open(file)
+        return io.BufferedReader(_Object(file), BLOCK)
 
     def archives(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
-        """Read ranges that lie side by side by one request, and some requests ahead.
+        """Read ranges again that were verified before.
 
-        The files were verified before, but are read again: so the archives' own checksums are
-        compared, which torch.load does not.
+        So the archives' own checksums are compared, which torch.load does not.
         """
-        blocks: list[list[tuple[int, int]]] = []
-        for begin, size in ranges:
-            last = blocks[-1] if blocks else []
-            if last and sum(last[-1]) == begin and begin + size - last[0][0] <= BLOCK:
-                last.append((begin, size))
-            else:
-                blocks.append([(begin, size)])
-        fetched: deque[Future[bytes]] = deque()
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            ahead = iter(blocks)
-            for block in blocks:
-                while len(fetched) < REQUESTS and (after := next(ahead, None)):
-                    fetched.append(pool.submit(self.store.fetch, file, after[0][0], sum(after[-1])))
-                content = memoryview(fetched.popleft().result())
-                for begin, size in block:
-                    start = begin - block[0][0]
-                    archive = io.BytesIO(content[start : start + size])
-                    if not is_intact(archive):
-                        raise OSError(errno.EIO, f"bytes {begin} to {begin + size} were altered")
-                    yield archive
+        with self.open(file) as stream:
+            for begin, size in ranges:
+                stream.seek(begin)
+                archive = io.BytesIO(stream.read(size))
+                if not is_intact(archive):
+                    raise OSError(errno.EIO, f"bytes {begin} to {begin + size} were altered")
+                yield archive
 
     def stage(self, checkpoint: PurePath) -> PurePath:
-        if self.list(checkpoint):  # one that the run could not resume from
-            with contextlib.suppress(Foreign):  # others' files stay beside those of the new one
-                self.delete(checkpoint)
-        self._drop_uploads(checkpoint.parent)
+        with contextlib.suppress(Foreign):  # others' files stay beside those of the new one
+            self.delete(checkpoint)  # one that the run could not resume from
         return checkpoint
 
-    def _drop_uploads(self, folder: PurePath) -> None:
-        """Give up the parts of a checkpoint's files that a killed process of the run has left.
-
-        No listing has them, and S3 bills them. Other stores forget them by themselves.
-        """
-        files = self.store.files
-        if not hasattr(files, "list_multipart_uploads"):
-            return
-        with contextlib.suppress(Exception):  # it may be forbidden, and nothing depends on it
-            bucket, key, _ = files.split_path(str(folder))
-            place = f"{key}/" if key else ""
-            own = re.compile(rf"{re.escape(place)}{CHECKPOINT.pattern}/{WRITTEN.pattern}")
-            asked = {"Bucket": bucket, "Prefix": f"{place}step-"}
-            while True:
-                found = files.call_s3("list_multipart_uploads", **asked)
-                for each in found.get("Uploads", []):
-                    if own.fullmatch(each["Key"]):
-                        files.abort_mpu(bucket, each["Key"], each["UploadId"])
-                after = {key: found.get(f"Next{key}") for key in ("KeyMarker", "UploadIdMarker")}
-                if not (found.get("IsTruncated") and all(after.values())):
-                    return
-                asked |= after
-
-    def new_files(self, staged: PurePath, limit: int) -> ObjectFiles:
-        return ObjectFiles(self.store, staged, limit)
+    def create(self, file: PurePath) -> BinaryIO:
+        return _NewObject(file)
 
     def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
         with writing(checkpoint):
-            self.store.files.pipe_file(str(checkpoint / MANIFEST), manifest.encode())
+            store_of(checkpoint).pipe_file(str(checkpoint / MANIFEST), manifest.encode())
 
     def set_aside(self, checkpoint: PurePath) -> None:
         """Keep the manifest under another name, beside the checkpoint."""
-        files, manifest = self.store.files, str(checkpoint / MANIFEST)
+        files, manifest = store_of(checkpoint), str(checkpoint / MANIFEST)
         content = b""
         with contextlib.suppress(Exception):  # it may be the damaged file
             content = files.cat_file(manifest)
@@ -144,33 +311,45 @@ class ObjectStorage:
             files.rm_file(manifest)
 
     def delete(self, path: PurePath) -> None:
-        files, checkpoint = self.store.files, path.with_suffix("")
-        with writing(path):
+        files, checkpoint = store_of(path), path.with_suffix("")
+        names = entries(checkpoint).keys() - {checkpoint.name}  # some tools make such an object
+        own = {name for name in names if WRITTEN.fullmatch(name)}
+        with writing(path), ThreadPoolExecutor(REQUESTS) as pool:
             for file in (str(checkpoint / MANIFEST), f"{checkpoint}{DAMAGED}"):
                 with contextlib.suppress(FileNotFoundError):
                     files.rm_file(file)
-            with ThreadPoolExecutor(REQUESTS) as pool:
-                names = self._names(checkpoint)
-                own = [str(checkpoint / name) for name in names if WRITTEN.fullmatch(name)]
-                list(pool.map(files.rm_file, own))
-        if len(own) < len(names):
-            raise Foreign(checkpoint, (name for name in names if not WRITTEN.fullmatch(name)))
+            list(pool.map(lambda name: files.rm_file(str(checkpoint / name)), own - {MANIFEST}))
+        if names - own:
+            raise Foreign(checkpoint, names - own)
 
-    def _names(self, folder: PurePath) -> Sequence[str]:
-        """Return the names in a folder, of files and folders."""
-        own = folder.name
+
+def entries(folder: PurePath) -> dict[str, bool]:
+    """Return the names in a folder of a store, and whether each is a folder.
+
+    Raises `UserError` where there is no such bucket, and `Unreachable`.
+    """
+    with reading(folder):
+        files = store_of(folder)
         try:
-            found = self.store.files.ls(str(folder), detail=False)
+            found = files.ls(str(folder), detail=True)
         except FileNotFoundError:
-            return []
-        names = (name.rstrip("/").rpartition("/")[2] for name in found)
-        return [name for name in names if name != own]  # some tools make an object of its name
+            try:
+                files.find(str(folder))
+            except FileNotFoundError as error:
+                raise UserError(
+                    f"{folder}: {reason(error)}: make it, or name another one"
+                ) from None
+            return {}
+    return {
+        each["name"].rstrip("/").rpartition("/")[2]: each["type"] == "directory" for each in found
+    }
 
-    def _has(self, checkpoint: PurePath) -> bool:
-        """Return whether a checkpoint has its manifest. One without will be deleted."""
-        with reading(checkpoint):
-            there = self.store.files.exists(str(checkpoint / MANIFEST))
-            return bool(there) or MANIFEST in self._names(checkpoint)
+
+def is_published(checkpoint: PurePath) -> bool:
+    """Return whether a checkpoint has its manifest. One without will be deleted."""
+    with contextlib.suppress(FileNotFoundError), reading(checkpoint):
+        return bool(store_of(checkpoint).info(str(checkpoint / MANIFEST)))
+    return False
 
 
 def is_intact(archive: io.BytesIO) -> bool:
@@ -182,3 +361,6 @@ def is_intact(archive: io.BytesIO) -> bool:
         return False
     finally:
         archive.seek(0)
+
+
+OBJECTS = ObjectStorage()

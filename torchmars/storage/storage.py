@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, Any, BinaryIO, Protocol, cast
+from typing import Annotated, Any, BinaryIO, Protocol
 
 from torchmars.core.bounds import Range
-from torchmars.core.files import PARTIAL, DurableFile
-from torchmars.storage.owner import FileOwner, Owner
+from torchmars.core.errors import UserError
+from torchmars.core.files import PARTIAL
 
 MANIFEST = "manifest.json"
 # The files of a checkpoint, and how they are called until they are complete.
@@ -59,30 +59,40 @@ class NewFile(io.RawIOBase):
         return File(self.size, self.hash.hexdigest())
 
 
-class NewFiles:
-    """The files that one process adds to a checkpoint that is not published yet.
+class Owner(Protocol):
+    """The right of this process to write in a folder, by the id in the owner's file there.
 
-    They lie in a local folder, and each is durable once it is closed.
+    A machine may stand still and wake up when the others have gone on without it. So each process
+    compares that id with its own before it publishes anything.
     """
 
-    size = 2**63
-    """How many bytes a file should have at most, so that several are on their way at a time."""
+    def check(self) -> None:
+        """Raise `LostOwnership` if another process has taken the folder.
 
-    def __init__(self, folder: Path) -> None:
-        self.local = folder
-        self.created: dict[str, NewFile] = {}
-
-    def create(self, name: str) -> BinaryIO:
-        """Open a new file. Raises `OSError`."""
-        self.created[name] = NewFile(DurableFile(self.local / name))
-        return cast(BinaryIO, self.created[name])
-
-    def finish(self) -> dict[str, File]:
-        """Wait until all files that were closed are durable. Return size and checksum by name.
-
-        Raises `OSError`.
+        Raises `Unreachable` where a store does not answer.
         """
-        return {name: file.describe() for name, file in sorted(self.created.items())}
+
+    def release(self) -> None:
+        """Let other processes have the folder, while this one continues with something else."""
+
+
+class LostOwnership(UserError):
+    """Another process has taken the folder of this one."""
+
+
+def lost(file: PurePath, owner: str) -> LostOwnership:
+    """Return the error of a process whose folder another one has taken."""
+    return LostOwnership(
+        f"{file} was taken by {owner}: this process stood still, and writes nothing any more"
+    )
+
+
+def in_use(folder: PurePath, owner: str, over: str = "") -> UserError:
+    """Return the error of a folder that another run has; `over` says what to do if that is over."""
+    return UserError(
+        f"another run uses {folder} ({owner}): stop it first{over}, or set checkpoint.folder to "
+        "another folder"
+    )
 
 
 class Storage(Protocol):
@@ -92,8 +102,11 @@ class Storage(Protocol):
     `OSError`. A store that does not answer raises `Unreachable` where something is to be read.
     """
 
-    def take(self, folder: PurePath, run: FileOwner) -> Owner | None:
-        """Keep runs other than the one that has `run`, its own folder, from one of checkpoints.
+    file_size: int
+    """How many bytes a file of tensors should have at most."""
+
+    def take(self, folder: PurePath, run: Path, run_id: str) -> Owner | None:
+        """Keep other runs from a folder of checkpoints: than `run`, whose folder this process has.
 
         None if the lock in `run` does. Raises `UserError` if another run has the folder.
         """
@@ -113,11 +126,8 @@ class Storage(Protocol):
     def stage(self, checkpoint: PurePath) -> PurePath:
         """Return the empty folder for the files of a checkpoint that is not published yet."""
 
-    def new_files(self, staged: PurePath, limit: int) -> NewFiles:
-        """Return an object that adds files to a staged checkpoint.
-
-        `limit` is how many bytes of them may wait on this machine to be durable elsewhere.
-        """
+    def create(self, file: PurePath) -> BinaryIO:
+        """Open a new file of a staged checkpoint, which is durable once it is closed."""
 
     def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
         """Add the manifest, durably: the checkpoint is there now. One of its name is set aside."""
