@@ -1,21 +1,27 @@
-"""A hub of Hugging Face on this machine: the folder of a model, served as the hub serves one."""
+"""A hub of Hugging Face on this machine: folders of models and data sets, served as it serves."""
 
 import contextlib
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 
 class Hub:
-    """The models of a hub by name, each a folder, and what was asked for."""
+    """The models of a hub by name, each a folder, and what was asked for.
+
+    A data set is one of the name datasets/NAME. `change` returns what a path has instead of its
+    content, and may change the headers.
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, Path] = {}
         self.asked: list[str] = []
+        self.change: Callable[[str, dict[str, str], Any], Any] = lambda path, headers, had: had
 
     def commit(self, name: str) -> str:
         """A commit is a hash of all contents."""
@@ -25,27 +31,34 @@ class Hub:
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         """Return the status, the headers and the body for a path."""
         self.asked.append(path)
-        if found := re.fullmatch(r"/api/models/(.+)/revision/(\w+)", path):
-            name, revision = found.groups()
+        status, headers, content = self.find(path.replace("/api/models/", "/api/"))
+        content = self.change(path, headers, content)
+        return status, headers, content if type(content) is bytes else json.dumps(content).encode()
+
+    def find(self, path: str) -> tuple[int, dict[str, str], Any]:
+        """Return the status, the headers and the content for a path: bytes, or of JSON."""
+        if found := re.fullmatch(r"/api/(.+)/tree/([^/]+)(/[^?]*)?\?.*", path):
+            files = [
+                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": etag(path)}
+                for path in self.models[found[1]].iterdir()
+            ]
+            return 200, {}, files
+        if found := re.fullmatch(r"/api/([^?]+?)(?:/revision/([^/?]+))?(?:\?.*)?", path):
+            name, revision = found[1], found[2] or "main"
             if name not in self.models:
                 return 404, {"X-Error-Code": "RepoNotFound"}, b""
             commit = self.commit(name)
             if revision not in ("main", commit):
                 return 404, {"X-Error-Code": "RevisionNotFound"}, b""
             files = [{"rfilename": path.name} for path in self.models[name].iterdir()]
-            return 200, {}, json.dumps({"id": name, "sha": commit, "siblings": files}).encode()
-        if found := re.fullmatch(r"/api/models/(.+)/tree/(\w+)\?.*", path):
-            files = [
-                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": etag(path)}
-                for path in self.models[found[1]].iterdir()
-            ]
-            return 200, {}, json.dumps(files).encode()
-        if found := re.fullmatch(r"/(.+)/resolve/(\w+)/([^/]+)", path):
-            name, commit, file = found.groups()
+            return 200, {}, {"id": name.removeprefix("datasets/"), "sha": commit, "siblings": files}
+        if found := re.fullmatch(r"/(.+)/resolve/([^/]+)/([^/]+)", path):
+            name, revision, file = found.groups()
+            headers = {"X-Repo-Commit": self.commit(name) if revision == "main" else revision}
             place = self.models[name] / file
             if not place.exists():
-                return 404, {"X-Error-Code": "EntryNotFound"}, b""
-            return 200, {"ETag": f'"{etag(place)}"', "X-Repo-Commit": commit}, place.read_bytes()
+                return 404, headers | {"X-Error-Code": "EntryNotFound"}, b""
+            return 200, headers | {"ETag": f'"{etag(place)}"'}, place.read_bytes()
         return 404, {}, b""
 
 
@@ -60,15 +73,16 @@ def hub_server() -> Iterator[tuple[Hub, str]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, headers, body = hub.answer(self.path)
             self.send_response(status)
             for name, value in {"Content-Length": str(len(body)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body)
 
-        do_HEAD = do_GET  # noqa: N815
+        do_HEAD = do_POST = do_GET  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass

@@ -133,7 +133,10 @@ def load_dataset(source: DataSource) -> Any:
     Raises `UserError`.
     """
     with needs_package("datasets", "a source of Hugging Face"):
-        from torchmars.data import hub
+        import datasets
+
+        from torchmars.data.hub import distrust_hub, hub_or_cache
+    distrust_hub()  # also a local data set may name files of a hub
     name, _, revision = source.dataset.partition("@")
     local = os.path.exists(source.dataset)
     if local:
@@ -141,10 +144,12 @@ def load_dataset(source: DataSource) -> Any:
     options = {"revision": revision} if revision else {}
     problem = ""
     try:
-        with contextlib.nullcontext("") if local else hub.hub_or_cache() as problem:
-            data = hub.datasets.load_dataset(
+        with contextlib.nullcontext("") if local else hub_or_cache() as problem:
+            data = datasets.load_dataset(
                 name, source.config or None, split=source.split, streaming=True, **options
             )
+    except UserError:
+        raise
     except Exception as error:  # whatever its loader, its network or its files have raised
         remedy = problem or "check its name, config and split, and the network"
         if NEEDS_SCRIPT.search(str(error)):

@@ -18,6 +18,7 @@ from torchmars.cluster import connection
 from torchmars.config import ParallelismConfig
 from torchmars.core.errors import exit_on_user_error
 from torchmars.core.places import place
+from torchmars.data.hub import distrust_hub
 from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
 from torchmars.evaluation.scoring import Tokens, load_scorer, windows_after
 
@@ -96,6 +97,7 @@ def main() -> None:
     """Run the command line of lm_eval."""
     try:
         with exit_on_user_error():
+            distrust_hub()
             cli_evaluate()
     finally:
         connection.stop()

@@ -117,10 +117,15 @@ def read_file(file: Path) -> list[Row]:
 def download(task: Task, split: str) -> list[Row]:
     """Return the rows of a task's split on the hub. Raises `UserError`."""
     with needs_package("datasets", "a task of the hub"):
-        from torchmars.data import hub
-    with hub.hub_or_cache() as problem:
+        import datasets
+
+        from torchmars.data.hub import distrust_hub, hub_or_cache
+    distrust_hub()
+    with hub_or_cache() as problem:
         try:
-            return list(hub.datasets.load_dataset(task.dataset, task.config, split=split))
+            return list(datasets.load_dataset(task.dataset, task.config, split=split))
+        except UserError:
+            raise
         except Exception as error:  # whatever the network and the hub make of it
             raise UserError(
                 f"cannot load the task {task.dataset} from the hub "

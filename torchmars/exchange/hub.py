@@ -39,6 +39,9 @@ def find_folder(source: str) -> tuple[Path, str]:
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import tqdm
 
+        from torchmars.data.hub import distrust_hub
+    distrust_hub()
+
     class BytesBar(tqdm):
         """The library has three bars: this is the one of all bytes."""
 
@@ -51,6 +54,8 @@ def find_folder(source: str) -> tuple[Path, str]:
         fetched = snapshot_download(
             repository, revision=revision or None, allow_patterns=FILES, tqdm_class=BytesBar
         )
+    except UserError:  # what the hub answers is not to be trusted
+        raise
     except Exception as error:  # whatever its network, its cache or the hub have raised
         raise UserError(
             f"{what} cannot be fetched ({in_a_line(error)}): check the name and the network, and "
