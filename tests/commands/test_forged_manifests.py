@@ -81,7 +81,7 @@ def test_manifests_of_checkpoints(place, examples):
         mistake(load_model, run)
         mistake(list_checkpoints, checkpoint.parent)
         mistake(verify_checkpoints, checkpoint.parent)
-        mistake(prune_checkpoints, checkpoint.parent, {}, True, True)
+        mistake(prune_checkpoints, place / "other", checkpoint.parent, {}, True, True)
 
     fuzz(examples, st.one_of(altered(whole), altered(whole), broken_texts), check)
 

@@ -119,3 +119,11 @@ def test_of_a_trial_that_is_done_only_checkpoints_go(trial):
     (there / "notes" / "mine").unlink(), (there / "notes").rmdir()
     delete_checkpoints(trial, replace(read_trial(trial), state="diverged"))
     assert not there.exists()
+
+
+def test_nothing_goes_behind_a_link(trial, tmp_path):
+    """The folder of a comparison may be anybody's, and link to checkpoints of mine."""
+    (tmp_path / "mine" / "step-00000020").mkdir(parents=True)
+    (trial.config.run.path / "checkpoints").symlink_to(tmp_path / "mine")
+    delete_checkpoints(trial, replace(read_trial(trial), state="diverged"))
+    assert (tmp_path / "mine" / "step-00000020").exists()

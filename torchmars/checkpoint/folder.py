@@ -93,6 +93,11 @@ def check_place(folder: PurePath, run: Path) -> None:
         raise UserError(f"{folder} {wrong}: set checkpoint.folder to another folder")
 
 
+def lies_in(path: PurePath, run: Path) -> bool:
+    """Return whether a checkpoint, or a folder of them, is in a run's folder: no link leads out."""
+    return isinstance(path, Path) and path.resolve().is_relative_to(run.resolve())
+
+
 def step_folder(folder: P, step: int) -> P:
     """Return the checkpoint of `step` in a run's `checkpoints` folder."""
     return folder / f"step-{step:08d}"

@@ -69,6 +69,11 @@ class CheckpointManifest:
         return FORMAT.text(asdict(self))
 
     @property
+    def run(self) -> str:
+        """The name of its run."""
+        return str(self.config["run"].get("name"))
+
+    @property
     def bytes(self) -> int:
         """The size of all files."""
         return sum(file.size for file in self.files.values())

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import P, checkpoints, folder_of, no_checkpoint
+from torchmars.checkpoint.folder import P, checkpoints, folder_of, lies_in, no_checkpoint
 from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
@@ -125,6 +125,12 @@ def check_same_run(
     `data`. `optimizer` is the one it would resume with; its parameters may be on the meta device.
     Returns the changes that are allowed, a line each.
     """
+    if manifest.run != config.run.name and not lies_in(folder, config.run.path):
+        raise UserError(
+            f"{folder} is of the run {manifest.run:.80}, not of {config.run.name}: set run.name "
+            "back, or set checkpoint.folder to another folder, and checkpoint.init_from to this "
+            "one to start from its weights"
+        )
     was, now = flattened(manifest.config), flat_settings(config)
     for name in OF_RANKS:
         if now[name] in ("auto", None):  # not resolved yet: it will be what it was

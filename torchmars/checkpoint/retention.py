@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePath
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers, step_folder, step_of
+from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers, lies_in, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
-from torchmars.config import CheckpointConfig
+from torchmars.config import CheckpointConfig, ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.core.formats import OtherVersion
 from torchmars.storage import storage_of
@@ -21,13 +21,10 @@ class Retention:
     """
 
     def __init__(
-        self,
-        config: CheckpointConfig,
-        folder: PurePath,
-        check: Callable[[], None],
-        warn: Callable[[str], None],
+        self, config: ResolvedConfig, check: Callable[[], None], warn: Callable[[str], None]
     ) -> None:
-        self.config, self.folder, self.check, self.warn = config, folder, check, warn
+        self.config, self.run, self.folder = config.checkpoint, config.run, config.checkpoints
+        self.check, self.warn = check, warn
         self.undeletable: list[PurePath] = []  # a warning was printed of these
 
     def clear(self) -> None:
@@ -38,26 +35,30 @@ class Retention:
     def tidy(self, step: int) -> None:
         """Delete the checkpoints that need not be kept, now that the one of `step` is durable.
 
-        Those of another version stay: their contents are not known here.
+        Those of another version stay: their contents are not known here. So do another run's.
         """
         try:
             self.check()
-            steps: list[int] = []
+            own: dict[int, PurePath] = {}
             losses: dict[int, float] = {}
             for path in checkpoints(self.folder):
-                if step_of(path) > step:  # the run went back behind it, so it could not be loaded
-                    storage_of(path).set_aside(path)
-                    continue
+                loss = None
                 try:
-                    loss = manifests.read(path).validation_loss
+                    manifest = manifests.read(path)
+                    if manifest.run != self.run.name and not lies_in(path, self.run.path):
+                        continue
+                    loss = manifest.validation_loss
                 except OtherVersion:
                     continue
                 except DamagedCheckpoint:
-                    loss = None
-                steps.append(step_of(path))
+                    pass  # nobody can load it
+                if step_of(path) > step:  # the run went back behind it, so it could not be loaded
+                    storage_of(path).set_aside(path)
+                    continue
+                own[step_of(path)] = path
                 losses |= {} if loss is None else {step_of(path): loss}
-            old = steps_to_delete(steps, losses, self.config)
-            self._delete(step_folder(self.folder, step) for step in old)
+            old = steps_to_delete([*own], losses, self.config)
+            self._delete(own[step] for step in old)
         except (OSError, UserError) as error:
             self.warn(f"warning: cannot tidy {self.folder}: {error}")
 

@@ -16,7 +16,7 @@ from torchmars.checkpoint.owned import OwnedFolders
 from torchmars.checkpoint.retention import Retention
 from torchmars.checkpoint.staging import Staging
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
-from torchmars.config import CheckpointConfig
+from torchmars.config import ResolvedConfig
 from torchmars.core.device import use
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.parallel.layout import Layout
@@ -49,26 +49,25 @@ class Saver:
 
     def __init__(
         self,
-        config: CheckpointConfig,
-        folder: PurePath,
+        config: ResolvedConfig,
         layout: Layout,
         owned: OwnedFolders,
         record: Callable[..., None],
         deleted: Callable[[int, PurePath], None],
     ) -> None:
-        """`folder` is the run's folder of checkpoints; `owned` names those it may write in.
+        """`owned` names the folders that it may write in.
 
         `record` is `EventLog.add`, for each checkpoint that is complete, and `deleted` is
         `EventLog.deleted`, for a folder that is gone. A thread calls them.
         """
-        self.config, self.folder, self.owned = config, folder, owned
+        self.config, self.folder, self.owned = config.checkpoint, config.checkpoints, owned
         self.record, self.deleted = record, deleted
-        self.had_some = layout.on_first(lambda: bool(checkpoints(folder)))
+        self.had_some = layout.on_first(lambda: bool(checkpoints(self.folder)))
         # A save's collectives run beside the training's. They need a group of their own: in one
         # group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
         self.tensors = TensorWriter(self.layout)
-        self.retention = Retention(config, folder, owned.check, self.layout.say)
+        self.retention = Retention(config, owned.check, self.layout.say)
         self.staging = Staging(layout.device)
         self.thread: threading.Thread | None = None
         self.error: str | None = None

@@ -9,6 +9,7 @@ from torchmars.checkpoint.folder import (
     delete_all,
     folder_of,
     leftovers,
+    lies_in,
     no_checkpoint,
     step_of,
 )
@@ -17,6 +18,7 @@ from torchmars.checkpoint.resume import read_verified
 from torchmars.checkpoint.retention import steps_to_delete
 from torchmars.config import CheckpointConfig
 from torchmars.config.load import without_none
+from torchmars.config.run import RunConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem
@@ -83,18 +85,33 @@ def verify_checkpoints(folder: PurePath) -> None:
 
 
 def prune_checkpoints(
-    folder: PurePath, asked: dict[str, int], damaged: bool = False, dry_run: bool = False
+    run: PurePath,
+    folder: PurePath,
+    asked: dict[str, int],
+    damaged: bool = False,
+    dry_run: bool = False,
 ) -> None:
-    """Delete the checkpoints that neither the run's settings nor `asked` keep.
+    """Delete the checkpoints of a run, in `folder`, that neither its settings nor `asked` keep.
 
     `asked` has values of [checkpoint], instead of the run's. `damaged` deletes those that are not
-    good, too. `dry_run` deletes nothing, only prints. Raises `UserError` if no checkpoint is good:
-    then nothing is deleted.
+    good, too. `dry_run` deletes nothing, only prints. Raises `UserError` if no checkpoint is good,
+    or if `folder` is elsewhere and may be another run's: then nothing is deleted.
     """
+    say(f"pruning {folder}")
     found = checkpoints(folder)
     good, other = read_all(found)
     if found and not good:
         raise UserError(f"no checkpoint in {folder} is good: nothing was deleted")
+    if isinstance(run, Path) and not lies_in(
+        folder, run
+    ):  # as a config says, which may be anybody's
+        tables = [without_none(manifest.config["run"]) for manifest in good.values()]
+        runs = {make(RunConfig, each, f"in {folder}", "run").path.resolve() for each in tables}
+        if runs != {run.resolve()}:
+            raise UserError(
+                f"{folder} is not in {run}, nor are its checkpoints all of that run: nothing was "
+                f"deleted: name {folder} itself"
+            )
     # A .partial may be a save under way.
     endings = (DELETED, DAMAGED) if damaged else (DELETED,)
     unwanted = [path for path in leftovers(folder) if path.suffix in endings]

@@ -63,4 +63,4 @@ def main() -> None:
         else:
             kept = {"keep_last": options.keep_last, "keep_every": options.keep_every}
             asked = {name: value for name, value in kept.items() if value is not None}
-            upkeep.prune_checkpoints(folder, asked, options.damaged, options.dry_run)
+            upkeep.prune_checkpoints(options.run, folder, asked, options.damaged, options.dry_run)

@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers
+from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers, lies_in
 from torchmars.comparison.results import LossCurve, State, TrialResult
 from torchmars.comparison.study import Trial
 from torchmars.config.load import config_text
@@ -98,6 +98,8 @@ def delete_checkpoints(trial: Trial, result: TrialResult) -> None:
     """Delete the checkpoints of a trial that needs them no longer."""
     if result.state == "diverged" or result.state == "done" and not trial.config.checkpoint.at_end:
         folder = trial.config.run.path / "checkpoints"
+        if not lies_in(folder, trial.config.run.path):  # a link, whoever has made it
+            return
         delete_all([*checkpoints(folder), *leftovers(folder)], lambda text: say(text, error=True))
         with contextlib.suppress(OSError):
             folder.rmdir()

@@ -83,8 +83,7 @@ class Checkpointer:
         """The optimizer of the whole model, without memory."""
         self.data, self.fingerprint = data, data.fingerprint()
         self.saver = Saver(
-            config.checkpoint,
-            config.checkpoints,
+            config,
             self.layout,
             OwnedFolders(),
             record=events.add,
