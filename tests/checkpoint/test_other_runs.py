@@ -9,10 +9,18 @@ import pytest
 
 from tests.support.mistakes import make_checkpoint, make_place, mistake
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import checkpoints, folder_of, leftovers, step_folder, step_of
+from torchmars.checkpoint.folder import (
+    checkpoints,
+    folder_of,
+    leftovers,
+    lies_in,
+    step_folder,
+    step_of,
+)
 from torchmars.checkpoint.retention import Retention
 from torchmars.checkpoint.upkeep import prune_checkpoints
 from torchmars.config.load import load_config
+from torchmars.core.places import place
 from torchmars.storage.storage import MANIFEST
 from torchmars.training.preparation import prepare_run
 
@@ -28,7 +36,7 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def place(made, tmp_path, monkeypatch):
+def runs(made, tmp_path, monkeypatch):
     """The folder of runs of one user, who has the run tiny with a checkpoint of step 2."""
     shutil.copytree(made / "runs", tmp_path / "runs")
     (tmp_path / "tiny.toml").write_text(
@@ -88,7 +96,7 @@ def test_a_run_takes_no_checkpoint_of_another(way):
     Path("runs/b").mkdir()
     options = way(Path("runs/b"))
     said = mistake(prepare_run, config_of("b", "--optimizer.lr", "0.1", *options), 2, 1)
-    assert "step-00000002 is of the run tiny, not of b: set run.name back, or set chec" in said
+    assert "step-00000002 is of the run tiny, not of b: put that name back, or choose" in said
     assert steps()[0] == 2
     assert mistake(prepare_run, config_of("tiny", "--optimizer.lr", "0.1", *options), 2, 1) == ""
 
@@ -97,6 +105,7 @@ def test_a_run_that_was_moved_goes_on():
     """A run is known by its folder where its checkpoints lie in it, and else by its name."""
     os.rename("runs/tiny", "runs/b")
     assert mistake(prepare_run, config_of("b"), 2, 1) == ""
+    assert not lies_in(place("s3://bucket/runs/b"), Path("runs/b"))
     os.rename("runs/b/checkpoints", "elsewhere")
     Path("runs/b").rename("moved")
     kept = ["--checkpoint.folder", "elsewhere", "--run.folder", "."]

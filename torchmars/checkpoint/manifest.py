@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Annotated, Any, BinaryIO, Literal
 
-from torchmars.checkpoint.folder import STEP, step_of
+from torchmars.checkpoint.folder import STEP, lies_in, step_of
+from torchmars.config.run import RunConfig
 from torchmars.core.bounds import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
@@ -72,6 +73,10 @@ class CheckpointManifest:
     def run(self) -> str:
         """The name of its run."""
         return str(self.config["run"].get("name"))
+
+    def is_of(self, run: RunConfig, checkpoint: PurePath) -> bool:
+        """Return whether it is a run's: by its name, or as it lies in the run's folder."""
+        return self.run == run.name or lies_in(checkpoint, run.path)
 
     @property
     def bytes(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import P, checkpoints, folder_of, lies_in, no_checkpoint
+from torchmars.checkpoint.folder import P, checkpoints, folder_of, no_checkpoint
 from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import check_tensors
@@ -121,15 +121,13 @@ def check_same_run(
 ) -> list[str]:
     """Raise `UserError`, with the difference and the remedy, where a checkpoint is another run's.
 
-    The run is that of `config`, all of which is compared, on the tokens with the fingerprint
-    `data`. `optimizer` is the one it would resume with; its parameters may be on the meta device.
-    Returns the changes that are allowed, a line each.
+    The run is that of `config`, on tokens with the fingerprint `data`. `optimizer`, which may be on
+    the meta device, would resume with it. Returns the changes that are allowed, a line each.
     """
-    if manifest.run != config.run.name and not lies_in(folder, config.run.path):
+    if not manifest.is_of(config.run, folder):
         raise UserError(
-            f"{folder} is of the run {manifest.run:.80}, not of {config.run.name}: set run.name "
-            "back, or set checkpoint.folder to another folder, and checkpoint.init_from to this "
-            "one to start from its weights"
+            f"{folder} is of the run {manifest.run:.80}, not of {config.run.name}: put that name "
+            "back, or choose another checkpoint.folder; checkpoint.init_from takes its weights"
         )
     was, now = flattened(manifest.config), flat_settings(config)
     for name in OF_RANKS:

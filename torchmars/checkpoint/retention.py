@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePath
 
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers, lies_in, step_of
+from torchmars.checkpoint.folder import checkpoints, delete_all, leftovers, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
 from torchmars.config import CheckpointConfig, ResolvedConfig
 from torchmars.core.errors import UserError
@@ -45,7 +45,7 @@ class Retention:
                 loss = None
                 try:
                     manifest = manifests.read(path)
-                    if manifest.run != self.run.name and not lies_in(path, self.run.path):
+                    if not manifest.is_of(self.run, path):
                         continue
                     loss = manifest.validation_loss
                 except OtherVersion:

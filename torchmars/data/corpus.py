@@ -14,6 +14,7 @@ from torchmars.config.source import KINDS, DataSource, parse_source
 from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import sha256
 from torchmars.data.files import COMPRESSED, FoundFiles, matches
+from torchmars.data.hub import distrust_hub, hub_or_cache
 from torchmars.storage.objects import size_and_time
 
 # In what `datasets` raises of a data set that comes as a program: from release 4 on, and before.
@@ -134,8 +135,6 @@ def load_dataset(source: DataSource) -> Any:
     """
     with needs_package("datasets", "a source of Hugging Face"):
         import datasets
-
-        from torchmars.data.hub import distrust_hub, hub_or_cache
     distrust_hub()  # also a local data set may name files of a hub
     name, _, revision = source.dataset.partition("@")
     local = os.path.exists(source.dataset)

@@ -10,8 +10,6 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from huggingface_hub import constants, get_session, set_client_factory
-
 from torchmars.core.errors import UserError
 
 ANSWER_SECONDS = 10.0
@@ -26,6 +24,8 @@ def distrust_hub() -> None:
     It makes paths of what a hub says. So a hub could name any file of this machine to be written,
     one that Python runs at its next start, for example.
     """
+    from huggingface_hub import get_session, set_client_factory
+
     first: Any = get_session()  # of the package httpx, or of another one that newer versions take
     settings = {"event_hooks": first.event_hooks, "timeout": first.timeout}
 
@@ -35,7 +35,7 @@ def distrust_hub() -> None:
 
         def checked_send(request: Any, **options: Any) -> Any:
             answer = send(request, **options)
-            check_answer(request, answer, is_whole=not options.get("stream"))
+            check_hub_answer(request, answer, is_whole=not options.get("stream"))
             return answer
 
         client.send = checked_send  # a hook sees an answer before its content is there
@@ -44,7 +44,7 @@ def distrust_hub() -> None:
     set_client_factory(checked_client)
 
 
-def check_answer(request: Any, answer: Any, is_whole: bool) -> None:
+def check_hub_answer(request: Any, answer: Any, is_whole: bool) -> None:
     """Raise `UserError` for a commit or a file in the hub's cache that an answer misnames.
 
     `is_whole` says whether its content has been read: that of a file on its way may be large.
@@ -78,7 +78,8 @@ def hub_or_cache() -> Iterator[str]:
 
     It would ask again and again. The body gets why the hub cannot be reached, "" if it can.
     """
-    import datasets  # not at the top: models of the hub need not wait for it
+    import datasets
+    from huggingface_hub import constants
 
     switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]
     before = [getattr(module, name) for module, name in switches]

@@ -9,6 +9,7 @@ from torchmars.core.files import read_text
 from torchmars.core.places import local_place
 from torchmars.core.typed import meant, parse_json
 from torchmars.data.corpus import in_a_line
+from torchmars.data.hub import distrust_hub, hub_or_cache
 from torchmars.evaluation.tasks import (
     TASKS,
     Question,
@@ -118,8 +119,6 @@ def download(task: Task, split: str) -> list[Row]:
     """Return the rows of a task's split on the hub. Raises `UserError`."""
     with needs_package("datasets", "a task of the hub"):
         import datasets
-
-        from torchmars.data.hub import distrust_hub, hub_or_cache
     distrust_hub()
     with hub_or_cache() as problem:
         try:

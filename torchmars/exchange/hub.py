@@ -8,6 +8,7 @@ from typing import Any
 from torchmars.config.checkpoint import HF
 from torchmars.core.errors import UserError, needs_package
 from torchmars.data.corpus import in_a_line
+from torchmars.data.hub import distrust_hub
 
 NAME = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")  # NAME or NAME@REVISION
 # All that is read of a model. Nothing else is fetched, so that no pickle is.
@@ -38,8 +39,6 @@ def find_folder(source: str) -> tuple[Path, str]:
     with needs_package("huggingface_hub", what):
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import tqdm
-
-        from torchmars.data.hub import distrust_hub
     distrust_hub()
 
     class BytesBar(tqdm):
