@@ -34,7 +34,7 @@ def command_lines(draw):
         "launch": ["--nnodes", "--max-restarts", "--rdzv-conf"],
     }[module]
     arg = words.filter(lambda word: "\0" not in word and len(word) < 6000)
-    verb = draw(st.sampled_from(["list", "verify", "prune", "x"]))
+    verb = draw(st.sampled_from(["verify", "prune", "x"]))
     start = {
         "rank": ["tiny.toml"],
         "prepare": ["tiny.toml"],
@@ -84,7 +84,7 @@ def test_commands(tmp_path, examples):
     "module", full_but(["checkpoint", "train"], [*COMMANDS, "presets", "train"])
 )
 def test_help_that_nobody_reads_to_its_end(tmp_path, module):
-    for args in (["--help"], ["list", "--help"][: 2 if "checkpoint" in module else 0] or ["-h"]):
+    for args in (["--help"], ["verify", "--help"][: 2 if "checkpoint" in module else 0] or ["-h"]):
         code, out, err = run_command(module, args, tmp_path)
         assert code == 0 and len(out) > 100 and err == ""
         assert run_command(module, args, tmp_path, unread=True) == (0, "", "")
@@ -95,7 +95,7 @@ def test_output_that_nobody_reads_to_its_end(tmp_path):
     make_checkpoint(tmp_path)
     for module, args in {
         "generate": ["runs/tiny"],
-        "checkpoint": ["list", "runs/tiny"],
+        "checkpoint": ["verify", "runs/tiny"],
         "plan": ["tiny.toml", "--world-size", "2"],
     }.items():
         assert run_command(module, args, tmp_path, unread=True) == (0, "", "")

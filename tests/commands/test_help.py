@@ -12,7 +12,7 @@ from torchmars.__main__ import commands, main
 # All but torchrun's own options, which `launch` shows.
 ARGUMENTS = [
     *([name, "--help"] for name in commands() if name not in ("launch", "checkpoint")),
-    *(["checkpoint", name, "--help"] for name in ("list", "verify", "prune")),
+    *(["checkpoint", name, "--help"] for name in ("verify", "prune")),
     ["checkpoint", "--help"],
     ["train", "--help", "all"],
     ["--help"],

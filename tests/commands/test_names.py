@@ -19,7 +19,7 @@ KEY, SECRET = "AKIAOFNOBODY", "wJalrXUt/K7MDENG"
 LINES = [
     line.split()
     for line in (
-        *("checkpoint list NAME", "checkpoint verify NAME", "checkpoint prune NAME"),
+        *("checkpoint verify NAME", "checkpoint prune NAME"),
         *("checkpoint NAME", "generate NAME", "generate x --prompts NAME", "generate x NAME"),
         *("generate x --foldr=NAME", "generate x --max-tokens NAME", "export NAME out"),
         *(
@@ -146,7 +146,7 @@ def test_a_strangers_run_sends_no_request(place, monkeypatch, capsys, server):
         tables = tiny_tables(place) | {"checkpoint": named}
         (run / "config.toml").write_text(tomli_w.dumps(tables))
         for line in (
-            *(["checkpoint", "list", str(run)], ["generate", str(run)]),
+            *(["checkpoint", "verify", str(run)], ["generate", str(run)]),
             *(["export", str(run), "out"], ["evaluate", str(run), "--shards", "shards"]),
         ):
             code, said = ended(line, monkeypatch, capsys)

@@ -1,4 +1,4 @@
-"""Upkeep of a run's checkpoints: list, verify and prune them."""
+"""Upkeep of a run's checkpoints: verify and prune them."""
 
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -21,17 +21,11 @@ from torchmars.config.load import without_none
 from torchmars.config.run import RunConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, path_problem
+from torchmars.core.files import path_problem
 from torchmars.core.formats import OtherVersion
-from torchmars.core.tables import table
 from torchmars.core.typed import make
-from torchmars.core.words import counted, number_or_dash
+from torchmars.core.words import counted
 from torchmars.storage.storage import DAMAGED, DELETED
-
-LEFT = {
-    PARTIAL: "of a save under way or cut short",
-    DAMAGED: "set aside as damaged; prune --damaged deletes it",
-}
 
 
 def checkpoints_of(run: PurePath) -> PurePath:
@@ -43,24 +37,6 @@ def checkpoints_of(run: PurePath) -> PurePath:
     if not checkpoints(folder) and not leftovers(folder):
         raise no_checkpoint(run, what)
     return folder
-
-
-def list_checkpoints(folder: PurePath) -> None:
-    """Print a line for each checkpoint and for the remains of others."""
-    rows = [("step", "ranks", "validation loss", "MiB", "state")]
-    for path in checkpoints(folder):
-        values, state = ("", "", ""), "complete"
-        try:
-            manifest = read_verified(path, "size")
-            loss, size = number_or_dash(manifest.validation_loss), manifest.bytes / 2**20
-            values = str(manifest.world_size), loss, f"{size:,.1f}"
-        except (DamagedCheckpoint, OtherVersion) as error:
-            what = "damaged" if isinstance(error, DamagedCheckpoint) else "of another version"
-            state = f"{what}: {error}"
-        rows.append((str(step_of(path)), *values, state))
-    say(*table(rows, right=range(4)))
-    for path in leftovers(folder):
-        say(f"{path.name}: {LEFT.get(path.suffix, 'not used any more')}")
 
 
 def verify_checkpoints(folder: PurePath) -> None:

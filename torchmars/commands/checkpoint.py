@@ -1,4 +1,4 @@
-"""List, verify or prune the checkpoints of a run."""
+"""Verify or prune the checkpoints of a run."""
 
 import sys
 from dataclasses import dataclass
@@ -9,14 +9,6 @@ from torchmars.config.fields import Count
 from torchmars.core.errors import exit_on_user_error
 from torchmars.core.help import Positional
 from torchmars.core.options import choose, parse
-
-
-@dataclass
-class List:
-    """List the checkpoints, with the size of every file checked."""
-
-    run: Positional[PurePath]
-    """A run's folder."""
 
 
 @dataclass
@@ -43,11 +35,11 @@ class Prune:
     """Delete nothing; print what would be deleted."""
 
 
-OPTIONS: dict[str, Any] = {"list": List, "verify": Verify, "prune": Prune}
+OPTIONS: dict[str, Any] = {"verify": Verify, "prune": Prune}
 
 
 def main() -> None:
-    """List, verify or prune the checkpoints of a run."""
+    """Verify or prune the checkpoints of a run."""
     with exit_on_user_error():
         texts = {name: str(kind.__doc__).partition("\n")[0] for name, kind in OPTIONS.items()}
         prog = "torchmars checkpoint"
@@ -56,9 +48,7 @@ def main() -> None:
         from torchmars.checkpoint import upkeep
 
         folder = upkeep.checkpoints_of(options.run)
-        if isinstance(options, List):
-            upkeep.list_checkpoints(folder)
-        elif isinstance(options, Verify):
+        if isinstance(options, Verify):
             upkeep.verify_checkpoints(folder)
         else:
             kept = {"keep_last": options.keep_last, "keep_every": options.keep_every}
