@@ -146,5 +146,5 @@ def test_what_ranks_tell_each_other_does_not_grow_with_their_number():
     crashes = [each.pop("crash") for each in ranks]
     assert crashes.pop(2) == "ValueError: of 2"
     assert crashes == ["RuntimeError: rank 2: ValueError('of 2')"] * 3
-    told = {"first": True, "agreed": True, "not agreed": False, "done": None}
+    told = {"first": True, "agreed": True, "not agreed": False, "done": False}
     assert ranks == [told | {"refused": "UserError: by 0"}] * 4

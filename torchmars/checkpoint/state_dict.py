@@ -10,8 +10,8 @@ from pathlib import PurePath
 import torch
 from torch import Tensor
 
+from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.core.device import gpu_type
 from torchmars.optim import MARS
@@ -142,7 +142,7 @@ def load_checkpoint(
     and state are then of no use until another load.
     """
     whole = training_state(layout, model, optimizer, average)
-    index = read_index_part(folder, manifest, layout, whole)
+    index = layout.on_all(lambda: read_index(folder, manifest))
     saved = index.state_dict_metadata
     has_average = any(name.startswith("ema.") for name in saved)
     absent = ("rng.", "balance.") if has_average else ("rng.", "balance.", "ema.")

@@ -5,9 +5,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from torchmars.checkpoint.index import shapes_in
+from torchmars.checkpoint.index import read_index, shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import (
@@ -66,7 +65,7 @@ def init_from(
     folder, manifest = layout.on_first(lambda: open_source(place(source), "full", model.whole))
     state = model_state(model.tensors)
     ours = optimizer_state(optimizer) if with_optimizer else {}
-    index = read_index_part(folder, manifest, layout, state | ours)
+    index = layout.on_all(lambda: read_index(folder, manifest))
     saved = shapes_in(index)
     sizes = {
         name.removeprefix("model."): size

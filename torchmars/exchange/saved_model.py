@@ -20,7 +20,6 @@ from torchmars.checkpoint.folder import (
 )
 from torchmars.checkpoint.index import read_index, shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.parts import read_index_part
 from torchmars.checkpoint.reader import read_tensors
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import average_state, model_state
@@ -180,7 +179,7 @@ def load_sharded_model(
         layout.on_all(lambda: load_weights(found.weights, model.tensors))
     else:
         state = model_state(model.tensors)
-        index = read_index_part(found.folder, found.manifest, layout, state)
+        index = layout.on_all(lambda: read_index(found.folder, found.manifest))
         layout.on_all(lambda: read_tensors(found.folder, state, index))
     model.follow_weights()
     return model, tokenizer

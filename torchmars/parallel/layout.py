@@ -115,23 +115,24 @@ class Layout:
         stages = self.group("pp")
         return stages.process_group if stages.size > 1 else None
 
-    def on_all(self, work: Callable[[], object]) -> None:
-        """Run `work` on every rank, and wait until all have done so.
+    def on_all(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank, wait until all have done so, and return this rank's result.
 
         A `UserError` of one rank is raised on every rank. Any other exception is raised again on
         the rank that had it; the other ranks raise a RuntimeError. Where all goes well, the ranks
         exchange one number: anything more would grow with their number.
         """
         failure: Exception | None = None
+        result: T | None = None
         try:
-            work()
+            result = work()
         except Exception as error:
             failure = error
         rank, size = self.world.rank, self.world.size
         failed = torch.tensor(size if failure is None else rank)
         dist.all_reduce(failed, dist.ReduceOp.MIN, group=self.control)
         if (first := int(failed)) == size:
-            return
+            return cast(T, result)
         told: Exception = RuntimeError(f"rank {rank}: {failure!r}")
         told = self.broadcast(failure if isinstance(failure, UserError) else told, first)
         raise failure or told
@@ -142,26 +143,21 @@ class Layout:
 
     def only_first(self, work: Callable[[], T]) -> T | None:
         """Run `work` on the first rank, which alone gets its result; raise its error on all."""
-        result: list[T] = []
-        self.on_all(lambda: result.append(work()) if self.first else None)
-        return result[0] if result else None
+        return self.on_all(lambda: work() if self.first else None)
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank; return the results of all on the first rank, none elsewhere.
 
         Errors are raised as in `on_all`.
         """
-        result: list[T] = []
-        self.on_all(lambda: result.append(work()))
-        found: list[T] = result * self.world.size if self.first else []
-        dist.gather_object(result[0], found or None, group=self.control, group_dst=0)
+        result = self.on_all(work)
+        found: list[T] = [result] * self.world.size if self.first else []
+        dist.gather_object(result, found or None, group=self.control, group_dst=0)
         return found
 
     def agree(self, able: Callable[[], bool]) -> bool:
         """Return whether `able` is true on every rank. Errors are raised as in `on_all`."""
-        unable: list[bool] = []
-        self.on_all(lambda: unable.append(not able()))
-        return not self.exchange_flags(*unable).result()[0]
+        return not self.exchange_flags(not self.on_all(able)).result()[0]
 
     def broadcast(self, value: T, rank: int) -> T:
         """Return the `value` of a rank on every rank."""
