@@ -1,7 +1,6 @@
 """Reads tensors of a checkpoint, each rank its own part. It never runs code that a file brings."""
 
 import itertools
-import math
 import pickle
 import warnings
 from collections.abc import Iterator, Sequence
@@ -40,21 +39,6 @@ def read_tensors(folder: PurePath, state: dict[str, Tensor], index: dcp.Metadata
         raise DamagedCheckpoint(f"{folder} cannot be read: {first_reason(error)}") from None
 
 
-def check_tensors(folder: PurePath, index: dcp.Metadata) -> None:
-    """Raise `DamagedCheckpoint` if a chunk of a tensor differs from the index.
-
-    The shape and dtype of each are read, and not its numbers.
-    """
-    wanted = [
-        MetadataIndex(name, chunk.offsets, number)
-        for name, tensor in tensors_in(index).items()
-        for number, chunk in enumerate(tensor.chunks)
-        if math.prod(chunk.sizes)
-    ]
-    for _ in _TensorReader(folder, index).chunks(wanted, "meta"):
-        pass
-
-
 def first_reason(error: CheckpointException) -> str:
     """Return the first error in one line: an error of the disk, if there is one."""
     exceptions = [exception for exception, _ in error.failures.values()]
@@ -65,7 +49,7 @@ def first_reason(error: CheckpointException) -> str:
 
 
 class _TensorReader(dcp.FileSystemReader):
-    """DCP's reader, given the index, that trusts neither names, shapes nor dtypes of files."""
+    """DCP's reader, given the index, that trusts neither shapes nor dtypes of files."""
 
     def __init__(self, folder: PurePath, index: dcp.Metadata) -> None:
         super().__init__(str(folder))
@@ -78,7 +62,7 @@ class _TensorReader(dcp.FileSystemReader):
         return self.index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for number, chunk in self.chunks([item.storage_index for item in plan.items], "cpu"):
+        for number, chunk in self.chunks([item.storage_index for item in plan.items]):
             item = plan.items[number]
             target = planner.resolve_tensor(item).detach()
             if chunk.is_floating_point() != target.is_floating_point():
@@ -91,11 +75,10 @@ class _TensorReader(dcp.FileSystemReader):
         done.set_result(None)
         return done
 
-    def chunks(self, wanted: Sequence[MetadataIndex], device: str) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, wanted: Sequence[MetadataIndex]) -> Iterator[tuple[int, Tensor]]:
         """Read the chunks `wanted`, file by file. Yield each with its number there.
 
-        On the device "meta" they have no numbers, which are not read then. Raises
-        `DamagedCheckpoint`.
+        Raises `DamagedCheckpoint`.
         """
         places = [self.storage_data[each] for each in wanted]
         files = [place.relative_path for place in places]
@@ -105,18 +88,16 @@ class _TensorReader(dcp.FileSystemReader):
             ranges = [(places[number].offset, places[number].length) for number in in_file]
             try:
                 for number, part in zip(in_file, storage_of(path).archives(path, ranges)):
-                    yield number, self.chunk(path, part, wanted[number], device)
+                    yield number, self.chunk(path, part, wanted[number])
             except OSError as error:
                 raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
 
-    def chunk(
-        self, path: PurePath, stream: IO[bytes], wanted: MetadataIndex, device: str
-    ) -> Tensor:
+    def chunk(self, path: PurePath, stream: IO[bytes], wanted: MetadataIndex) -> Tensor:
         """Read one chunk of the file `path`, from `stream`. Raises `DamagedCheckpoint`."""
         tensor, number = self.tensors[wanted.fqn], wanted.index
         assert number is not None
         try:
-            value = torch.load(stream, map_location=device, weights_only=True)
+            value = torch.load(stream, map_location="cpu", weights_only=True)
         except OSError:
             raise
         except Exception as error:  # whatever damaged bytes make of it

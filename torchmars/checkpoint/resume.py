@@ -8,9 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import P, checkpoints, folder_of, no_checkpoint
-from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.reader import check_tensors
 from torchmars.checkpoint.state_dict import optimizer_state_names
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.config import OF_RANKS, kind_of
@@ -69,13 +67,10 @@ def checked(path: P, check: Callable[[P], T]) -> T:
 def read_verified(folder: PurePath, level: Literal["full", "size", "off"]) -> CheckpointManifest:
     """Verify a checkpoint in this process alone. Return its manifest.
 
-    At the level "full" its index and the tensors' places are checked, too. Raises
-    `DamagedCheckpoint`, and `OtherVersion` if another version wrote it.
+    Raises `DamagedCheckpoint`, and `OtherVersion` if another version wrote it.
     """
     manifest = manifests.read(folder)
     manifests.verify(folder, manifest, level)
-    if level == "full" and isinstance(folder, Path):  # not to read all from a store again
-        check_tensors(folder, read_index(folder, manifest))
     return manifest
 
 

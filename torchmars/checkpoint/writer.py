@@ -54,8 +54,9 @@ class TensorWriter:
     Which rank writes what is DCP's plan. The first rank makes it in Python, of the chunks of all
     ranks: seconds of work on 64 ranks. So the plan of the first checkpoint, and its index, are kept
     for those that follow, as long as all ranks have the same chunks and these take the same bytes.
-    DCP's own cache of plans is not used: it overlooks another dtype, outlives a failed save (torch
-    2.11), and the index is still put together for each checkpoint.
+    DCP's own cache of plans is not used: it is one for all runs of a process, overlooks another
+    dtype (torch 2.11 to 2.15: the index then has the one before, and the checkpoint cannot be
+    read), outlives a failed save (torch 2.11), and the index is put together for each checkpoint.
     """
 
     def __init__(self, layout: Layout) -> None:
