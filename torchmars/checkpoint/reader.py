@@ -3,7 +3,6 @@
 import itertools
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import IO, Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
 from torchmars.checkpoint.index import tensors_in
@@ -62,35 +62,28 @@ class _TensorReader(dcp.FileSystemReader):
         return self.index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for number, chunk in self.chunks([item.storage_index for item in plan.items]):
-            item = plan.items[number]
-            target = planner.resolve_tensor(item).detach()
-            if chunk.is_floating_point() != target.is_floating_point():
-                name = item.storage_index.fqn
-                raise DamagedCheckpoint(f"{self.folder} has {name} in {chunk.dtype}")
-            part = zip(item.storage_offsets, item.lengths)
-            target.copy_(chunk[tuple(slice(begin, begin + length) for begin, length in part)])
-            planner.commit_tensor(item, target)
+        found = [(self.storage_data[item.storage_index], item) for item in plan.items]
+        found.sort(key=lambda each: (each[0].relative_path, each[0].offset))
+        for file, in_file in itertools.groupby(found, key=lambda each: each[0].relative_path):
+            path, items = self.folder / file, list(in_file)
+            ranges = [(place.offset, place.length) for place, _ in items]
+            try:
+                for (_, item), part in zip(items, storage_of(path).archives(path, ranges)):
+                    self.fill(planner, item, self.chunk(path, part, item.storage_index))
+            except OSError as error:
+                raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def chunks(self, wanted: Sequence[MetadataIndex]) -> Iterator[tuple[int, Tensor]]:
-        """Read the chunks `wanted`, file by file. Yield each with its number there.
-
-        Raises `DamagedCheckpoint`.
-        """
-        places = [self.storage_data[each] for each in wanted]
-        files = [place.relative_path for place in places]
-        order = sorted(range(len(wanted)), key=lambda each: (files[each], places[each].offset))
-        for file, numbers in itertools.groupby(order, key=files.__getitem__):
-            path, in_file = self.folder / file, list(numbers)
-            ranges = [(places[number].offset, places[number].length) for number in in_file]
-            try:
-                for number, part in zip(in_file, storage_of(path).archives(path, ranges)):
-                    yield number, self.chunk(path, part, wanted[number])
-            except OSError as error:
-                raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+    def fill(self, planner: LoadPlanner, item: ReadItem, chunk: Tensor) -> None:
+        """Fill from a `chunk` the part of a tensor that `item` names. Raises as `read_tensors`."""
+        target = planner.resolve_tensor(item).detach()
+        if chunk.is_floating_point() != target.is_floating_point():
+            raise DamagedCheckpoint(f"{self.folder} has {item.storage_index.fqn} in {chunk.dtype}")
+        part = zip(item.storage_offsets, item.lengths)
+        target.copy_(chunk[tuple(slice(begin, begin + length) for begin, length in part)])
+        planner.commit_tensor(item, target)
 
     def chunk(self, path: PurePath, stream: IO[bytes], wanted: MetadataIndex) -> Tensor:
         """Read one chunk of the file `path`, from `stream`. Raises `DamagedCheckpoint`."""
