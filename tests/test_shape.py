@@ -119,7 +119,6 @@ NAMES_OF_A_MAKER = re.compile("cuda|nccl", re.IGNORECASE)
 NAMED_BY = {
     "core/device.py": "the place for them",
     "begin.py": "a variable that is set before torch is imported",
-    "cluster/health.py": "the variables that it shows",
     "cluster/watchdog.py": "torch's private calls for NCCL's records",
     "optim/kernels.py": "optim imports torch alone; whether Triton knows the GPU",
     "optim/matrices/precision.py": "optim imports torch alone; what multiplies bfloat16",

@@ -15,7 +15,6 @@ NAMES = {
     "checkpoint",
     "compare",
     "config",
-    "doctor",
     "evaluate",
     "export",
     "generate",
