@@ -37,7 +37,7 @@ def test_every_family_is_here():
 @every_shape
 def test_flops_per_token_counts_what_runs(family, args):
     if getattr(args, "window", None):
-        pytest.skip("blocks of a window have more keys than it: see test_window")
+        pytest.skip("the mask of a window has all keys: see test_window")
     model = family(args)
     tokens = torch.randint(64, (2, 24))
     with (

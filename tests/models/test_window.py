@@ -6,11 +6,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.test_llama import ARGS, model_of
 from torchmars.core.errors import UserError
-from torchmars.models.attention import CausalAttention, Sight, window_blocks
+from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.documents import document_starts
 from torchmars.models.llama import Llama
 
@@ -72,61 +71,6 @@ def test_documents_with_a_window_are_each_computed_as_if_alone():
         for first, last in zip(ends, ends[1:]):
             alone = model(tokens[row : row + 1, first:last])[0]
             torch.testing.assert_close(hidden[row, first:last], alone, rtol=1e-5, atol=1e-5)
-
-
-class Sizes(TorchDispatchMode):
-    """The elements of all tensors that are made."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        outputs = found if isinstance(found, (tuple, list)) else [found]
-        self.found += [each.numel() for each in outputs if isinstance(each, torch.Tensor)]
-        return found
-
-
-def test_no_tensor_has_as_many_elements_as_tokens_times_tokens():
-    length, window = 4096, 128
-    q, k, v = (heads(1, 2, length, 8, seed=seed) for seed in range(3))
-    with Sizes() as sizes:
-        CausalAttention()(q, k, v, Sight(window=window)).sum().backward()
-    assert max(sizes.found) < length * length / 8
-
-
-def test_nor_has_one_of_a_model_whose_blocks_all_have_windows_and_documents():
-    length = 2048
-    args = dataclasses.replace(ARGS, window=64, window_blocks="s", seq_len=length)
-    tokens = torch.randint(64, (1, length), generator=torch.Generator().manual_seed(0))
-    for blocks, least, most in (("s", 0, length**2 / 8), ("sf", length**2, torch.inf)):
-        with Sizes() as sizes:
-            model_of(dataclasses.replace(args, window_blocks=blocks))(
-                tokens, None, document_starts(tokens, 5)
-            )
-        assert least <= max(sizes.found) < most
-
-
-def test_what_sees_no_more_than_its_document_needs_no_window():
-    """As a block of a plugin may, where all others have one, or a sequence within the window."""
-    tokens = torch.randint(6, 64, (2, 24), generator=torch.Generator().manual_seed(0))
-    tokens[0, 7] = tokens[1, 15] = 5
-    q, k, v = (heads(2, 2, 24, 8, seed=seed) for seed in range(3))
-    of_all, of_none = (
-        Sight.of_documents(document_starts(tokens, 5), 24, q, 0.0, masked=masked)
-        for masked in (True, False)
-    )
-    expected = CausalAttention()(q, k, v, of_all)
-    for sight in (of_none, of_none._replace(window=24)):
-        torch.testing.assert_close(CausalAttention()(q, k, v, sight), expected)
-
-
-def test_blocks_hold_keys_of_their_queries_and_the_window_alone():
-    q, k = heads(1, 1, 300, 4), heads(1, 1, 300, 4)
-    (blocks, keys, _), seen = window_blocks(q, k, k, None, 100)
-    assert blocks.shape == (3, 1, 100, 4) and keys.shape == (3, 1, 199, 4)
-    assert seen.sum() == sum(min(place + 1, 100) for place in range(300))
 
 
 def test_flops_count_the_tokens_of_a_window():

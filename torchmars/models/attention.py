@@ -4,7 +4,6 @@
 matter, its `reach`: context parallelism and the cache of a sampler replace that.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,8 +22,6 @@ from torchmars.models.logits import largest_logits
 # are those of the last tokens. Where all heads share one of keys that `mix` makes theirs from,
 # `first` says which heads the queries are of.
 Mix = Callable[..., Tensor]
-# Queries of a block of `window_blocks` at least: smaller ones would be many small products.
-LEAST_BLOCK = 64
 # Hands queries, and the keys and values that they may see, to a `Mix`.
 Reach = Callable[[Tensor, Tensor, Tensor, Mix], Tensor]
 
@@ -47,18 +44,11 @@ class Sight(NamedTuple):
     """How many tokens one sees at most, itself included; None: any number."""
 
     @classmethod
-    def of_documents(
-        cls, starts: Tensor, length: int, x: Tensor, dropout: float, masked: bool = True
-    ) -> "Sight":
-        """Keep documents apart in sequences of `length` tokens, for blocks that get `x`.
-
-        Without `masked` all blocks have a window. A mask of all tokens is then made by none.
-        """
+    def of_documents(cls, starts: Tensor, length: int, x: Tensor, dropout: float) -> "Sight":
+        """Keep documents apart in sequences of `length` tokens, for blocks that get `x`."""
         if has_kernel(x.device.type, x.dtype, dropout):
             return cls(None, starts, length, bounds(starts, 0, length))
         numbers = document_numbers(starts, length)
-        if not masked:
-            return cls(since=starts.gather(1, numbers), length=length)
         # In the dtype of `x`: of a boolean mask each block would make such a one of its own.
         mask = torch.zeros(len(starts), 1, length, length, dtype=x.dtype, device=x.device)
         since, places = starts.gather(1, numbers), torch.arange(length, device=x.device)
@@ -92,14 +82,23 @@ class Sight(NamedTuple):
         return cls(None, starts, length, bounds(starts, 0, length), window=window)
 
     def mask_of(self, queries: int, keys: int) -> Tensor | None:
-        """Return which of the first `keys` tokens the last `queries` of them see."""
-        if self.mask is None and self.since is not None:
-            places = torch.arange(keys, device=self.since.device)
-            return seen(self.since[:, keys - queries : keys], places[-queries:], places)[:, None]
+        """Return which of the first `keys` tokens the last `queries` of them see, but for a window.
+
+        None: all before them.
+        """
         if self.mask is None:
             return None
         first = self.mask.shape[3] - self.mask.shape[2]
         return self.mask[:, :, keys - queries - first : keys - first, :keys]
+
+    def mask_of_window(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Return which of the first `keys` tokens the last `queries` of them see in the window."""
+        assert self.window is not None
+        places = torch.arange(keys, device=device)
+        since = places[None, -queries:] - self.window + 1
+        if (own := self.since_of(keys - queries, queries)) is not None:
+            since = torch.maximum(since, own)
+        return seen(since, places[-queries:], places)[:, None]
 
     def since_of(self, first: int, count: int) -> Tensor | None:
         """Return the first place that tokens [first, first + count) see, [batch, count].
@@ -181,14 +180,11 @@ class CausalAttention(nn.Module):
 
             of_queries, of_keys = sight.bounds_of(keys - queries, queries), sight.bounds_of(0, keys)
             mixed = mix_documents(q, k, v, of_queries, of_keys, scale, sight.window)
-        elif self.masks and sight.window is not None and sight.window < keys:
-            since = sight.since_of(keys - queries, queries)
-            blocks, mask = window_blocks(q, k, v, since, sight.window)
-            parts = mix_by_torch(*blocks, mask, dropout, scale).unflatten(0, (len(q), -1))
-            mixed = parts.transpose(1, 2).flatten(2, 3)[:, :, -queries:]
         else:
             given = sight.mask_of(queries, keys)
-            if self.masks and given is None and 1 < queries < keys:
+            if self.masks and sight.window is not None and sight.window < keys:
+                given = sight.mask_of_window(queries, keys, q.device)
+            elif self.masks and given is None and 1 < queries < keys:
                 given = lower_right(queries, keys)
             mixed = mix_by_torch(q, k, v, given, dropout, scale)
         return mixed if mixed.shape[3] == width else mixed[..., :width]
@@ -205,39 +201,6 @@ def mix_by_torch(
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )
-
-
-def window_blocks(
-    q: Tensor, k: Tensor, v: Tensor, since: Tensor | None, window: int
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Return queries, keys and values in blocks that can be mixed apart, and the blocks' mask.
-
-    A block has `size` queries, and the keys of these and of the window before them. So no tensor
-    has as many elements as queries times keys. Blocks are [batch x blocks, heads, tokens, width],
-    the mask [batch x blocks, 1, size, keys of a block]. Places before the first are filled with
-    zeros, and only queries that fill see them. `since` [batch, queries] is as `Sight.since_of`.
-    """
-    batch, queries, keys = len(q), q.shape[2], k.shape[2]
-    size = min(max(window, LEAST_BLOCK), queries)
-    number = math.ceil(queries / size)
-    first_query = keys - number * size  # below 0 where the first block is not full
-    first_key = first_query - (window - 1)
-    q = F.pad(q, (0, 0, number * size - queries, 0)).unflatten(2, (number, size))
-    k, v = (
-        F.pad(part[:, :, max(first_key, 0) :], (0, 0, max(-first_key, 0), 0)) for part in (k, v)
-    )
-    k, v = (part.unfold(2, size + window - 1, size).transpose(3, 4) for part in (k, v))
-    blocks = [part.transpose(1, 2).flatten(0, 1) for part in (q, k, v)]
-
-    places = torch.arange(first_query, keys, device=q.device).unflatten(0, (number, size, 1))
-    of_keys = torch.arange(first_key, keys, device=q.device).unfold(0, size + window - 1, size)
-    mask = (of_keys[:, None] <= places) & (of_keys[:, None] > places - window)
-    mask = mask & ((of_keys[:, None] >= 0) | (places < 0))
-    mask = mask.expand(batch, -1, -1, -1)
-    if since is not None:
-        first = F.pad(since, (number * size - queries, 0), value=first_key)
-        mask = mask & (of_keys[:, None] >= first.unflatten(1, (number, size, 1)))
-    return (blocks[0], blocks[1], blocks[2]), mask.flatten(0, 1).unsqueeze(1)
 
 
 def here(q: Tensor, k: Tensor, v: Tensor, mix: Mix) -> Tensor:

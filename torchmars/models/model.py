@@ -137,8 +137,7 @@ class Model(nn.Module, ABC):
         """
         if starts is None:
             return None
-        whole = any(self.attended(int(number)) == self.seq_len for number in self.blocks)
-        return Sight.of_documents(starts, length, x, self.dropout, masked=whole)
+        return Sight.of_documents(starts, length, x, self.dropout)
 
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
