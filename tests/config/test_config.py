@@ -224,8 +224,6 @@ def test_groups_of_the_optimizer(tmp_path):
         (["--optimizer.head.rule", "Shampoo"], "did you mean mars-shampoo?"),
         (["--model.name", "lama"], "got 'lama': did you mean llama?"),
         (["--model.name", "GPT2"], "got 'GPT2': did you mean gpt2?"),
-        (["--model.name", "qwen3"], "did you mean --model.name llama --model.size qwen3-0.6b?"),
-        (["--model.name", "gpt2_medium"], "did you mean --model.name gpt2 --model.size medium?"),
         (["--model.name", "l"], r"got 'l' \(on the command line"),
         (["--parallelism.reshard_after_forward", "Always"], "did you mean always?"),
         (["--schedule.name", "cosin"], "got 'cosin': did you mean cosine?"),

@@ -15,7 +15,6 @@ from torchmars.config.model_args import ModelArgs, family_fields
 from torchmars.core.bounds import KeyOf, Range
 from torchmars.core.errors import UserError, no_exit
 from torchmars.core.help import documentation
-from torchmars.core.synonyms import spelled_plainly
 
 A = TypeVar("A", bound=ModelArgs)
 
@@ -33,19 +32,6 @@ OWN: dict[str, type[ModelArgs]] = {
 }
 INSTEAD = ", instead of the named size's"
 VOCABULARY_MULTIPLE = 64  # rows of the token table: matrix units like whole tiles
-
-
-class FamilyName(KeyOf):
-    """Bounds of the name of a family; the name of a size is no family's."""
-
-    def meant(self, value: str) -> str:
-        """Return the question whether another family was meant, also one of its sizes."""
-        for family, settings in OWN.items():
-            part = spelled_plainly(value).removeprefix(f"{family}_")
-            for size in settings.sizes if len(part) > 1 else ():
-                if spelled_plainly(size).startswith(part):
-                    return f"did you mean --model.name {family} --model.size {size}? "
-        return super().meant(value)
 
 
 def fields_of_families(families: Mapping[str, type[ModelArgs]]) -> dict[str, tuple[Any, Any, str]]:
@@ -70,7 +56,7 @@ def fields_of_families(families: Mapping[str, type[ModelArgs]]) -> dict[str, tup
 class ModelConfig:
     """Which model is trained."""
 
-    name: Annotated[str, FamilyName(MODELS), Mark.IDENTITY] = "gpt2"
+    name: Annotated[str, KeyOf(MODELS), Mark.IDENTITY] = "gpt2"
     """Model family. llama: also Mistral, Ministral, SmolLM3, OLMo 3, Qwen2, Qwen3, Qwen3-MoE,
     Mixtral and GLM-4.5. deepseek: models with latent attention, DeepSeek-V3, Moonlight, Kimi K2 and
     GLM-4.7-Flash."""

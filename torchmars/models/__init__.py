@@ -1,14 +1,11 @@
 """Models: plain modules that know no parallelism, by the name of their family."""
 
-import contextlib
-
 import torch
 
 from torchmars.config import Config, ModelConfig
 from torchmars.config.fields import require
-from torchmars.config.model import MODELS, OWN, family_settings, model_class
-from torchmars.core.errors import UserError
-from torchmars.core.typed import nearest
+from torchmars.config.model import MODELS, family_settings, model_class
+from torchmars.core.typed import meant
 from torchmars.models.base import multiplied
 from torchmars.models.model import Model
 
@@ -34,8 +31,12 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
     `vocab_size` is the tokenizer's. Raises `UserError` for a shape that cannot be built.
     """
     kind = family(config.name)
-    if config.size not in kind.settings.sizes:
-        raise unknown_size(config)
+    sizes = [*kind.settings.sizes]
+    require(
+        config.size in sizes,
+        f'model.size = "{config.size}" is no size of model.name = "{config.name}": '
+        f"{meant(config.size, sizes)}it has {', '.join(sizes)}",
+    )
     args = config.args(kind.settings, vocab_size, seq_len)
     args.check()
     model = kind(args)
@@ -51,25 +52,6 @@ def title(config: ModelConfig) -> str:
         name for name in config.changed() if name in size and getattr(config, name) != size[name]
     ]
     return f"{config.name} {config.size}" + (f" except {', '.join(changed)}" if changed else "")
-
-
-def unknown_size(config: ModelConfig) -> UserError:
-    """Return the error of a size that the family does not have."""
-    size, sizes = config.size, list(family(config.name).settings.sizes)
-    others = []
-    for name in MODELS:
-        with contextlib.suppress(UserError):  # a plugin's, which cannot be had
-            others += [name] if size in family(name).settings.sizes else []
-    if others and config.name in OWN:
-        remedy = f"it is a size of {others[0]}: --model.name {others[0]}"
-    elif near := nearest(size, sizes):
-        remedy = f'did you mean "{near}"?'
-    else:  # the author of a plugin means this family, whatever others have
-        remedy = f"--model.size {sizes[0]} is one"
-    return UserError(
-        f'model.size = "{size}" is no size of model.name = "{config.name}", which has '
-        f"{', '.join(sizes)}; {remedy}"
-    )
 
 
 def build_meta_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
