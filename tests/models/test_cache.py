@@ -8,9 +8,8 @@ import torch
 
 from tests.exchange.test_configs import MODELS, randomised
 from torchmars.core.errors import UserError
-from torchmars.models.attention import CausalAttention
+from torchmars.models.attention import CausalAttention, here
 from torchmars.models.cache import Cache
-from torchmars.parallel.context import share_sequences
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -78,7 +77,7 @@ def test_an_attention_that_reaches_nothing_is_refused(name, attend):
     with pytest.raises(UserError, match="block 0 of .* has an attention of its own"):
         Cache(model, 8)
     with pytest.raises(UserError, match="override `mix` alone"):
-        share_sequences(model, None, "ulysses")
+        model.let_reach(lambda: here)
 
 
 def test_a_model_on_another_device_gets_all_there():

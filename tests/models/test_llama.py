@@ -20,11 +20,10 @@ from torchmars.models.initialize import init_weights
 from torchmars.models.llama import Llama
 from torchmars.models.rotary import rotate, rotation
 from torchmars.optim.roles import roles
-from torchmars.parallel.context import SequencePart
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.loss import token_losses
+from torchmars.parallel.parallel_model import parallelize
 from torchmars.parallel.part import ModelPart
-from torchmars.parallel.recipe import parallelize
 
 ARGS = LlamaArgs(
     n_layer=3,
@@ -281,8 +280,8 @@ def test_the_turn_of_a_bfloat16_head_is_rounded_once():
 def losses_under_mixed_precision(windows):
     """Return the losses of the sharded model in bfloat16."""
     layout = Layout.create(torch.device("cpu"), Degrees(dp_shard=2))
-    part = ModelPart(model_of(ARGS), True, True, SequencePart(), tp=1, chunk=64)
     training, kept = TrainingConfig(dtype="bfloat16"), ActivationCheckpointConfig()
+    part = ModelPart(model_of(ARGS), True, True, layout, training)
     parallelize(part, layout, ParallelismConfig(), training, kept)
     return part(windows[:, :-1], windows[:, 1:], wanted="losses")
 

@@ -11,7 +11,7 @@ from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.optim.tensors import local_part
-from torchmars.parallel import fsdp, parallel_model, recipe
+from torchmars.parallel import fsdp, parallel_model
 from torchmars.parallel.copies import Copies
 
 # Model, training, parallelism, activation checkpointing, whether documents are kept apart.
@@ -41,10 +41,7 @@ def steps_of(case, alone):
     """Losses, gradients and weights of two steps of plain descent; `alone`: as a rank alone is."""
     name, training, parallelism, mode, apart = case
     one_rank = fsdp.is_alone if alone else lambda *_: False
-    with (
-        mock.patch.object(parallel_model, "is_alone", one_rank),
-        mock.patch.object(recipe, "is_alone", one_rank),
-    ):
+    with mock.patch.object(parallel_model, "is_alone", one_rank):
         _, model, batch = gradients.model_on(
             name,
             ParallelismConfig(**parallelism),

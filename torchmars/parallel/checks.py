@@ -60,12 +60,7 @@ def check_cuts(degrees: Degrees, model: Model) -> None:
 def check_experts(degrees: Degrees, model: Model) -> None:
     """Raise `UserError` for experts that the ranks cannot share, or whose products are slow."""
     require(
-        model.experts > 0 or degrees.ep == 1,
-        f"parallelism.ep = {degrees.ep} needs a model with experts, and this one has none: set "
-        "model.n_expert, or parallelism.ep = 1",
-    )
-    require(
-        model.experts % degrees.ep == 0,
+        degrees.ep == 1 or (model.experts > 0 and model.experts % degrees.ep == 0),
         f"parallelism.ep = {degrees.ep} does not divide the {model.experts} experts of each block: "
         f"choose {divisor_of(model.experts)}",
     )

@@ -6,7 +6,6 @@ into 2 cp chunks, and rank r has chunks r and 2 cp - 1 - r: one early and one la
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,8 @@ from torch.distributed._functional_collectives import (  # private, torch 2.11 t
     all_to_all_single_autograd,
 )
 
-from torchmars.models import Model
 from torchmars.models.attention import Mix
+from torchmars.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,12 @@ class SequencePart:
 
     rank: int = 0
     ranks: int = 1
+
+    @classmethod
+    def on(cls, layout: Layout) -> "SequencePart":
+        """Return the part of this rank."""
+        group = layout.group("cp")
+        return cls(group.rank, group.size)
 
     def of(self, tokens: Tensor) -> Tensor:
         """Return this rank's part [batch, length / ranks] of whole sequences [batch, length]."""
@@ -116,11 +121,3 @@ def by_rank(x: Tensor, ranks: int) -> Tensor:
     """Return `x` [batch, heads, length, width], which is in order, with parts rank after rank."""
     chunks = x.chunk(2 * ranks, dim=2)
     return torch.cat([chunks[place] for rank in range(ranks) for place in (rank, -1 - rank)], dim=2)
-
-
-def share_sequences(
-    model: Model, group: dist.ProcessGroup, method: Literal["all-gather", "ulysses"]
-) -> None:
-    """Let every attention of `model` see whole sequences, of which each rank has a part."""
-    kind = Gathered if method == "all-gather" else Exchanged
-    model.let_reach(lambda: kind(group))

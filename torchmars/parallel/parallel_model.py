@@ -14,23 +14,27 @@ from torch.distributed.tensor import DTensor
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models import Model
 from torchmars.models.initialize import init_weights
+from torchmars.parallel.activations import checkpoint_blocks
 from torchmars.parallel.attention_logits import AttentionLogits
 from torchmars.parallel.balance import Balance
 from torchmars.parallel.batches import Batches
-from torchmars.parallel.context import SequencePart
+from torchmars.parallel.context import Exchanged, Gathered, SequencePart
 from torchmars.parallel.copies import Copies
 from torchmars.parallel.cuts import blocks_of_stages, cut_model, sequence_unit, stage_ranks
+from torchmars.parallel.experts import deal_out_experts
+from torchmars.parallel.float8 import convert_layers
 from torchmars.parallel.fsdp import (
     call_before_reduction_ends,
     is_alone,
     set_reduction,
+    shard,
     weight_device,
 )
+from torchmars.parallel.graphs import compile_blocks
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.loss import chunk_tokens
 from torchmars.parallel.part import ModelPart
 from torchmars.parallel.qk_clip import QKClip
-from torchmars.parallel.recipe import parallelize
+from torchmars.parallel.tensor import cut_layers
 from torchmars.parallel.tied import TiedTable
 
 if TYPE_CHECKING:
@@ -62,14 +66,16 @@ class ParallelModel:
         """
         self.whole, self.layout, self.device = whole, layout, device
         self.parallelism, self.alone = parallelism, is_alone(layout, parallelism)
-        cp, pipeline, ranks = layout.group("cp"), layout.group("pp"), stage_ranks(parallelism)
-        self.sequence, self.tp = SequencePart(cp.rank, cp.size), layout.group("tp").size
+        pipeline, ranks = layout.group("pp"), stage_ranks(parallelism)
+        self.sequence, self.tp = SequencePart.on(layout), layout.group("tp").size
         self.batches = Batches(self.sequence, device, pipeline.size > 1, find_starts)
         self.parts: dict[int, ModelPart] = {}
         """This rank's parts, by the number of their stage."""
         for number, blocks in enumerate(blocks_of_stages(whole, parallelism)):
             if ranks[number] == pipeline.rank:
-                part = self._part(blocks, number == 0, number == len(ranks) - 1, training)
+                first, last = number == 0, number == len(ranks) - 1
+                part = ModelPart(deepcopy(whole), first, last, layout, training)
+                cut_model(part.model, blocks, first, last)
                 parallelize(part, layout, parallelism, training, activations)
                 with memory or nullcontext():
                     self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
@@ -112,13 +118,6 @@ class ParallelModel:
         if whole.output is None:
             tables = self._table(0), self._table(self.parallelism.stages - 1)
             self.tied = TiedTable(*tables, layout.group("pp"), last)
-
-    def _part(self, blocks: range, first: bool, last: bool, training: TrainingConfig) -> ModelPart:
-        model = deepcopy(self.whole)
-        cut_model(model, blocks, first, last)
-        chunk = chunk_tokens(self.layout.device.type, self.whole.vocab_rows // self.tp)
-        of_loss = chunk, training.z_loss, bool(training.compile)
-        return ModelPart(model, first, last, self.sequence, self.tp, *of_loss)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -258,6 +257,36 @@ class ParallelModel:
             return self.pipeline.forward(tokens, **options)
         result: Tensor = self.parts[0](tokens, **options)
         return result
+
+
+def parallelize(
+    part: ModelPart,
+    layout: Layout,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
+    activations: ActivationCheckpointConfig,
+) -> None:
+    """Put a part of a plain model on its ranks, in place, from outside: it knows none of it.
+
+    Its experts are dealt out over ep, its layers are cut over tp, its sequences over cp. Its blocks
+    keep for the backward pass what `activations` says, compute in float8 and are compiled where
+    that is asked for. Its weights are sharded, unless the rank is alone. It computes in
+    `training.dtype`, which is resolved; weights stay float32.
+    """
+    model, alone = part.model, is_alone(layout, parallelism)
+    if layout.expert_mesh is not None:
+        deal_out_experts(model, layout)
+    if layout.group("tp").size > 1:
+        cut_layers(model, layout.weight_mesh["tp"])
+    if layout.group("cp").size > 1:
+        kind = Gathered if parallelism.cp_method == "all-gather" else Exchanged
+        model.let_reach(lambda: kind(layout.group("cp").process_group))
+    convert_layers(model, training.float8, layout.device)
+    checkpoint_blocks(model, activations, layout.expert_mesh is not None)
+    if training.compile:
+        compile_blocks(model, layout, activations, alone)
+    if not alone:
+        shard(part, layout, getattr(torch, training.dtype), parallelism)
 
 
 def put_buffers(part: nn.Module, device: torch.device) -> None:

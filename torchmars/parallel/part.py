@@ -5,10 +5,12 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from torchmars.config import TrainingConfig
 from torchmars.models import Model
 from torchmars.models.documents import document_positions
 from torchmars.parallel.context import SequencePart
-from torchmars.parallel.loss import mean_loss, token_losses, token_scores
+from torchmars.parallel.layout import Layout
+from torchmars.parallel.loss import chunk_tokens, mean_loss, token_losses, token_scores
 
 # The result of a forward pass with targets: their mean loss, whose gradient can be taken, the loss
 # of each, or the log-likelihood of each and whether it is the likeliest token.
@@ -19,27 +21,20 @@ class ModelPart(nn.Module):
     """Consecutive layers of a model: a stage of a pipeline, or all of it. The root unit of FSDP.
 
     `model` has lost the modules that belong to other parts; `first` and `last` say whether it still
-    has the embedding and the head. `sequence` is the part of every sequence that this rank has, and
-    `tp` is the number of ranks that hidden states are cut over along the sequence once more. The
-    loss takes `chunk` tokens at a time, and has the gradient of a z-loss with coefficient `z_loss`.
-    With `compile_loss` it is compiled for training.
+    has the embedding and the head. The loss takes `chunk` tokens at a time, and has the gradient of
+    a z-loss with coefficient `z_loss`. With `compile_loss` it is compiled for training.
     """
 
     def __init__(
-        self,
-        model: Model,
-        first: bool,
-        last: bool,
-        sequence: SequencePart,
-        tp: int,
-        chunk: int,
-        z_loss: float = 0.0,
-        compile_loss: bool = False,
+        self, model: Model, first: bool, last: bool, layout: Layout, training: TrainingConfig
     ) -> None:
         super().__init__()
         self.model, self.first, self.last = model, first, last
-        self.sequence, self.tp = sequence, tp
-        self.chunk, self.z_loss, self.compile_loss = chunk, z_loss, compile_loss
+        self.sequence = SequencePart.on(layout)
+        self.tp = layout.group("tp").size
+        """Ranks that hidden states are cut over along the sequence once more."""
+        self.chunk = chunk_tokens(layout.device.type, model.vocab_rows // self.tp)
+        self.z_loss, self.compile_loss = training.z_loss, bool(training.compile)
         self.keeps_gathered = False
         """Whether its blocks keep the weights that FSDP gathered to the end of a step."""
         self.blocks_of_unit = 1
