@@ -48,7 +48,7 @@ MODELS["OLMo 3"] = MODELS["windows"] | {
 }
 BASES: dict[str, dict] = {
     "Llama of a base": SHAPE
-    | {"n_layer": 1, "n_head": 4, "n_embd": 16, "n_inner": 24, "depth": "1/L", "embedding": 0.5}
+    | {"n_layer": 1, "n_head": 4, "n_embd": 16, "n_inner": 24, "depth": "1/L"}
 }
 RULES: dict[str, dict] = {
     # At 6e-3 the losses of Llama jump by up to 1e-4 at single steps, and by 2e-5 on one rank with
