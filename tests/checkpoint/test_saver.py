@@ -215,7 +215,7 @@ def write_after_another_took_over(tables):
 
     before, told = content(), []
     for work in (
-        lambda: trainer.metrics.journal.write(3, {"train/loss": 1.0}),
+        lambda: trainer.metrics.journal.write({"step": 3, "train/loss": 1.0}),
         lambda: trainer.metrics.journal.rewind(0, False),
         lambda: trainer.checkpointer.saver.retention.tidy(2),
         lambda: (trainer.checkpointer.save(trainer.state), trainer.checkpointer.saver.finish()),
