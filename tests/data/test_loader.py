@@ -8,7 +8,7 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 import torch
-from torch.utils.data._utils.pin_memory import pin_memory  # private, torch 2.11 to 2.13
+from torch.utils.data._utils.pin_memory import pin_memory  # private, torch 2.11 to 2.15
 
 from tests.support.shards import write_shards
 from torchmars.config import DataConfig

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
+from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.15
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.13
+from torch._subclasses import FakeTensorMode  # private, torch 2.11 to 2.15
 
 from tests.models.test_model import every_shape
 from torchmars.models import document_kernel

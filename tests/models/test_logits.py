@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.15
 
 from torchmars.models import document_kernel, logits
 from torchmars.models.attention import CausalAttention, Sight

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils import _pytree as pytree  # private, torch 2.11 to 2.13
+from torch.utils import _pytree as pytree  # private, torch 2.11 to 2.15
 
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.15
 
 from tests.models.test_llama import ARGS, model_of
 from tests.models.test_moe import EXPERTS

@@ -94,7 +94,7 @@ def gathered_ahead(parallelism):
     blocks = model.parts[0].model.blocks
     named = {f"block {number}": block for number, block in blocks.items()}
     named |= {f"experts {number}": block.mlp.experts for number, block in blocks.items()}
-    # Private, torch 2.11 to 2.13. The blocks of a unit have one state.
+    # Private, torch 2.11 to 2.15. The blocks of a unit have one state.
     states = {name: module._get_fsdp_state() for name, module in named.items()}
     for name, state in states.items():
         ahead[name] = [

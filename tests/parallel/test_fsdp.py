@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # private, torch 2.11 to 2.13
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # private, torch 2.11 to 2.15
     FSDPParamGroup,
 )
 

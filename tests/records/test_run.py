@@ -50,7 +50,7 @@ def test_tokens_and_seconds_of_steps(folder):
     steps = np.array([0, 5, 10, 15, 20])
     assert read_run(folder).tokens(steps).tolist() == [0, 160, 320, 480, 640]
     assert read_run(folder).seconds(steps).tolist() == [0] * 5
-    speeds = {10: 100.0, 20: 50.0}  # the step after 10 has read the data of a rollback too
+    speeds = {10: 100.0, 20: 50.0}
     tokens = {10: 1000, 20: 4000}
     rows = (
         {"step": step, "train/tokens": tokens[step], "train/tokens_per_second": speeds[step]}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tests.support.store import Answer, Proxy, Request
 from torchmars.storage.storage import MANIFEST
 
-STAGES = "start", "load", "save"  # of a process; the second begins with its lease
+STAGES = "start", "load", "save"  # of a process; the second begins with its owner
 
 Passed = Callable[[], Answer]
 

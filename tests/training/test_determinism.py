@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.15
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny import (

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.15
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, train_here, write_text

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-# Private, torch 2.11 to 2.13: in 2.11 the public DefaultStager works once only.
+# Private, torch 2.11 to 2.15: in 2.11 the public DefaultStager works once only.
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from torchmars.core.device import is_gpu

@@ -143,7 +143,7 @@ class Watchdog:
         return self.folder / f"flight_{self.layout.world.rank}"
 
 
-# torch's flight recorder: private API, torch 2.11 to 2.13, which torch's stubs leave out.
+# torch's flight recorder: private API, torch 2.11 to 2.15, which torch's stubs leave out.
 
 
 def flight_record(on_nccl: bool) -> bytes:

@@ -98,7 +98,7 @@ def main(options: list[str] | None = None, config: ResolvedConfig | None = None)
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_SECONDS))
         # Ranks that are started again must not find the addresses of the dead in the store: with
-        # gloo every second restart fails (torch 2.11 to 2.13). And the launcher must not listen.
+        # gloo every second restart fails (torch 2.11 to 2.15). And the launcher must not listen.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         announce(args, secret)
         folder, deleted = config.run.path / "logs", partial(record_deletion, config.run.path)

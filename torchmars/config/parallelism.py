@@ -83,7 +83,7 @@ class ParallelismConfig:
             f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}",
         )
         # FSDP2 makes groups of the ranks of one mesh, and waits for all ranks of the run (torch
-        # 2.11 to 2.13).
+        # 2.11 to 2.15).
         require(
             not isinstance(self.reshard_after_forward, int) or self.tp == self.pp == self.ep == 1,
             f"parallelism.reshard_after_forward = {self.reshard_after_forward!r} does not go with "

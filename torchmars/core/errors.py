@@ -197,7 +197,7 @@ def _leave_for_launcher(error: BaseException) -> None:
     file = os.environ.get(ERROR_FILE)
     if file is None:
         return
-    # In the form of torch's `ErrorHandler`, torch 2.11 to 2.13, which takes seconds to import.
+    # In the form of torch's `ErrorHandler`, torch 2.11 to 2.15, which takes seconds to import.
     about = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": about}
     partial = f"{file}.partial"

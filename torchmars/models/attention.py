@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._mode_utils import no_dispatch  # private, torch 2.11 to 2.13
+from torch.utils._mode_utils import no_dispatch  # private, torch 2.11 to 2.15
 
 from torchmars.core.device import is_gpu
 from torchmars.models.documents import bounds, document_numbers

@@ -1,6 +1,6 @@
 """Products of runs of rows with one matrix each, as an operation of its own.
 
-torch's `grouped_mm` (2.11 to 2.13) cannot be traced in float32, and it has no count of FLOPs. This
+torch's `grouped_mm` (2.11 to 2.15) cannot be traced in float32, and it has no count of FLOPs. This
 operation can be traced in every dtype, so blocks compile and `plan` simulates them.
 """
 

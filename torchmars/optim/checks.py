@@ -133,7 +133,7 @@ def _check_parameter(parameter: Tensor, local: Tensor, rule: str, name: str) -> 
     `local` is this rank's part of it, `name` what the message calls it.
     """
     # FSDP1's mark on its FlatParameter, and on the views of it that use_orig_params=True shows:
-    # private, torch 2.11 to 2.13.
+    # private, torch 2.11 to 2.15.
     if getattr(parameter, "_fsdp_flattened", False):
         raise ValueError(
             f"params must be whole tensors or DTensors, {name} is a flattened part of "

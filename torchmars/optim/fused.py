@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.13: the one base of all convolutions
+from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.15: the one base of all convolutions
 
 from torchmars.optim.settings import Settings
 

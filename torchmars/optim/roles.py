@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.13: the one base of all convolutions
+from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.15: the one base of all convolutions
 
 ROLES = ("matrix", "router", "convolution", "embedding", "head", "vector")
 

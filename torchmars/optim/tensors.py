@@ -81,7 +81,7 @@ def flat_slices(slices: Iterable[tuple[Tensor, int, int]]) -> list[Tensor]:
     Autograd is not told that the results are views: torch.compile would make kernels for every
     shape that a view comes from, and takes longer to check views. They are also made faster so.
     """
-    # Private, torch 2.11 to 2.13.
+    # Private, torch 2.11 to 2.15.
     with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
         return [
             tensor.as_strided((count,), (1,), tensor.storage_offset() + first)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed._functional_collectives  # registers those operations; private, likewise
 import torch.nn.attention.varlen  # registers the operation of varlen_attn
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.15
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchmars.config import ActivationCheckpointConfig
@@ -31,7 +31,7 @@ KEPT_OPERATIONS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-    torch.ops.torch_attn._varlen_attn.default,  # private, torch 2.11 to 2.13: that of varlen_attn
+    torch.ops.torch_attn._varlen_attn.default,  # private, torch 2.11 to 2.15: that of varlen_attn
     # Of tensor and context parallelism. Not all-gathers: their results are as large as all that the
     # ranks have. With those "selective" took more memory than "none", of a Llama of 8B on tp = 8.
     torch.ops._c10d_functional.all_to_all_single.default,

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import (  # private, torch 2.11 to 2.13
+from torch.distributed._functional_collectives import (  # private, torch 2.11 to 2.15
     all_gather_tensor_autograd,
     all_to_all_single_autograd,
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (  # private, torch 2.11 to 2.13
+from torch.distributed._functional_collectives import (  # private, torch 2.11 to 2.15
     all_to_all_single,
     all_to_all_single_autograd,
 )

@@ -196,7 +196,7 @@ def call_before_reduction_ends(loss: Tensor, call: Callable[[], None]) -> None:
     """
 
     def queue(_: Tensor) -> None:
-        # Private, torch 2.11 to 2.13. The engine keeps the order, and FSDP queues its own later.
+        # Private, torch 2.11 to 2.15. The engine keeps the order, and FSDP queues its own later.
         Variable._execution_engine.queue_callback(call)
 
     loss.register_hook(queue)

@@ -112,7 +112,7 @@ def make_control_group() -> dist.ProcessGroup:
     """Make a CPU group of all ranks, and connect those that will talk to each other.
 
     Where gloo connects a pair at its first message (`connection.start`), it would wait for ever for
-    a rank that has died before (torch 2.11 to 2.13).
+    a rank that has died before (torch 2.11 to 2.15).
     """
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     assert isinstance(group, dist.ProcessGroup)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward  # private, torch 2.11 to 2.13
+from torch.distributed.pipelining._backward import stage_backward  # private, torch 2.11 to 2.15
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     get_schedule_class,

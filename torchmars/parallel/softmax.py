@@ -31,7 +31,7 @@ def softmax_gradient_(logits: Tensor, largest: Tensor, factor: Tensor, target: T
 
 def _is_watched() -> bool:
     """Return whether a mode observes or replaces torch's operations."""
-    return torch._C._len_torch_dispatch_stack() > 0  # private, torch 2.11 to 2.13
+    return torch._C._len_torch_dispatch_stack() > 0  # private, torch 2.11 to 2.15
 
 
 @torch.library.custom_op("torchmars::softmax_sums", mutates_args=())

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (  # private, torch 2.11 to 2.13
+from torch.distributed._functional_collectives import (  # private, torch 2.11 to 2.15
     AsyncCollectiveTensor,
     all_reduce,
     all_to_all_single_autograd,
@@ -232,7 +232,7 @@ def own_rows(weight: Tensor) -> Tensor:
 class Arrived(torch.autograd.Function):
     """Waits for a tensor that a collective is still filling.
 
-    Compiled blocks (torch 2.11 to 2.13) lose the gradient of an input that is waited for inside.
+    Compiled blocks (torch 2.11 to 2.15) lose the gradient of an input that is waited for inside.
     """
 
     @staticmethod

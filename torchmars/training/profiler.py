@@ -31,7 +31,7 @@ class Profiler:
 
     def __enter__(self) -> "Profiler":
         if self.records_memory:
-            # Private, torch 2.11 to 2.13, but described in torch's own pages on GPU memory.
+            # Private, torch 2.11 to 2.15, but described in torch's own pages on GPU memory.
             self.device_module.memory._record_memory_history(max_entries=MOST_EVENTS)
         elif self.config.memory:
             self._say("no snapshots of memory: profiler.memory records GPUs only")

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-# Private, torch 2.11 to 2.13: the parts of torch.compile that need no GPU.
+# Private, torch 2.11 to 2.15: the parts of torch.compile that need no GPU.
 from torch._inductor import scheduler
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode  # private, torch 2.11 to 2.13
+from torch._subclasses import FakeTensor, FakeTensorMode  # private, torch 2.11 to 2.15
 from torch.distributed.pipelining import _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.overrides import TorchFunctionMode

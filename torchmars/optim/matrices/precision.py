@@ -18,7 +18,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     capabilities = torch.cpu.get_capabilities()
-    # Private, torch 2.11 to 2.13. oneDNN may be built without these instructions or be limited by
+    # Private, torch 2.11 to 2.15. oneDNN may be built without these instructions or be limited by
     # ONEDNN_MAX_CPU_ISA, and on its own it also says yes where it emulates them in AVX-512.
     used = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return used and any(capabilities.get(name, False) for name in CPU_INSTRUCTIONS)

@@ -171,7 +171,7 @@ def intervals(
     A strided shard (FSDP over tensor parallel) is cut after the plain ones of its dim.
     """
     parts = [(0, size) for size in shape]
-    # Strided shards are of a class of their own in torch 2.11 to 2.13, with `dim` but no Shard.
+    # Strided shards are of a class of their own in torch 2.11 to 2.15, with `dim` but no Shard.
     shards = [
         (axis, placement, placement.dim)
         for axis, placement in enumerate(placements)
