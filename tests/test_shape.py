@@ -31,7 +31,7 @@ OF_ROOMS = {
     "planning": 2_170,
     "records": 1_130,
     "reports": 670,
-    "storage": 750,
+    "storage": 760,
     "top level": 660,
     "training": 1_800,
 }

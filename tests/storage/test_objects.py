@@ -304,14 +304,12 @@ def altered(status, headers, content):
 
 @FULL
 @pytest.mark.parametrize("file", FILES)
-def test_a_byte_that_the_network_alters_is_found(tmp_path, folder, proxy, file):
-    """Its client knows the checksum that the store has: the next start reads it again."""
+def test_a_byte_that_the_network_alters_is_read_again(tmp_path, folder, proxy, file):
     tables = tables_of(tmp_path, folder)
     train_on(1, stopped(tables, 4))
     proxy.fault, spoiled = spoil_once(f"step-00000004/{file}", altered)
-    said, again = train_on(1, tables, tables)
-    assert spoiled and "see that the store answers, and start again" in said
-    assert f"from step 4: {folder}/step-00000004" in again
+    (said,) = train_on(1, tables)
+    assert spoiled and f"from step 4: {folder}/step-00000004" in said
 
 
 @FULL
