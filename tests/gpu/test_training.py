@@ -25,7 +25,7 @@ from torchmars.checkpoint.staging import Staging
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import EXIT_HUNG
-from torchmars.parallel import fsdp, graphs, parallel_model, recipe
+from torchmars.parallel import fsdp, graphs, parallel_model
 from torchmars.planning.plan import plan_rank
 from torchmars.training.build import build_trainer
 
@@ -218,7 +218,6 @@ def losses_here(tables, alone, most):
     is_alone = fsdp.is_alone if alone else lambda *_: False
     with (
         mock.patch.object(parallel_model, "is_alone", is_alone),
-        mock.patch.object(recipe, "is_alone", is_alone),
         mock.patch.dict(graphs.MOST_BLOCKS, {DEVICE.type: most}),
     ):
         trainer = build_trainer(config, connection.start(config.parallelism))

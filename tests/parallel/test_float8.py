@@ -19,7 +19,7 @@ from torchmars.begin import install_command
 from torchmars.config.float8 import Float8Config
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
-from torchmars.parallel import float8, recipe
+from torchmars.parallel import float8, parallel_model
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="needs torchao"
@@ -68,7 +68,7 @@ def test_the_layers_of_blocks_are_converted_and_keep_their_names(model, recipe):
 
 def losses_on(tables, after):
     """What a run of this process group says, and that it goes on without float8."""
-    recipe.convert_layers = partial(float8.convert_layers, emulate=True)
+    parallel_model.convert_layers = partial(float8.convert_layers, emulate=True)
     return listen_here(tables), listen_here(after)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchmars.cluster import process
 from torchmars.cluster.callers import start_launcher
-from torchmars.cluster.environment import read_environment
+from torchmars.cluster.environment import check_copies, read_environment
 from torchmars.cluster.signals import stopping
 from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
@@ -33,8 +33,9 @@ def ranks_of(config: ResolvedConfig, devices: int | None = None) -> int:
 
     NGPU, or as many as its degrees make: where dp_shard is the rest, as many as there are `devices`
     for. These are by default the GPUs, 2 on a machine without. Raises `UserError` if NGPU is no
-    number.
+    number, and in one of several copies of this process, of which each would start ranks.
     """
+    check_copies(os.environ)
     given = read_environment(os.environ).NGPU
     if given is not None:
         return given

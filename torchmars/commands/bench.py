@@ -34,9 +34,10 @@ def main() -> None:
     with exit_on_user_error():
         options, config, arguments = load_command(Bench, sys.argv[1:], PROG)
         require_config(arguments, PROG)
+        ranks = ranks_of(config)
         from torchmars.core.device import describe_machine  # it takes torch
 
-        machine, ranks = describe_machine(), ranks_of(config)
+        machine = describe_machine()
         say(
             *labelled(
                 "machine",
