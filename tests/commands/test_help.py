@@ -48,7 +48,8 @@ def test_help_is_plain_text_that_needs_no_torch():
             assert text == f"torchmars {__version__}\n"
             continue
         assert text.startswith("usage: torchmars"), args
-        assert "default: None" not in text and "Default: None" not in text and "{None}" not in text
+        assert "default: None" not in text and "{None}" not in text
+        assert "Default: None" not in text and "Default: ." not in text
         # Commands spell their options with hyphens, settings are spelled as in TOML files.
         options = re.findall(r"^  (--[\w-]+)(?=[ \n])", text, re.MULTILINE)
         assert not [each for each in options if "_" in each], args

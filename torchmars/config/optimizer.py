@@ -62,7 +62,7 @@ def setting_text(setting: Setting, with_defaults: bool) -> str:
         for value, names in rules_of.items()
         if value  # else it is computed, as the meaning says
     ]
-    return f"{text} Default: {'; '.join(defaults)}."
+    return f"{text} Default: {'; '.join(defaults)}." if defaults else text
 
 
 def listed(rules: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Learning rate and gamma as pure functions of the step."""
+"""The learning rate, and values between two others, as pure functions of the step."""
 
 import math
 from typing import Literal

@@ -99,7 +99,7 @@ class Run:
         counted = self.series.get(SKIPPED)
         if counted is None:
             return Series(np.zeros(0, dtype=np.int64), np.zeros(0))
-        # A report before which the run was rolled back may count fewer.
+        # Of a run that an earlier report counted more of, steps were made again.
         more = np.diff(counted.values, prepend=0.0)
         return Series(counted.steps[more > 0], more[more > 0])
 
