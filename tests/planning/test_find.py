@@ -105,7 +105,7 @@ def test_memory_and_time_of_the_options(tmp_path):
     config = large(tmp_path, microbatch_size=1)
     rule = rule_of(config, per_node=WORLD_SIZE)  # one machine: nothing waits
 
-    def figures(mode="none", accumulate="auto"):
+    def figures(mode="none", accumulate="sharded"):
         activations = replace(config.activation_checkpoint, mode=mode)
         parallelism = replace(config.parallelism, accumulate=accumulate)
         each = replace(config, activation_checkpoint=activations, parallelism=parallelism)

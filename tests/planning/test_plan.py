@@ -153,7 +153,7 @@ def test_a_checkpoint_has_the_planned_size(tmp_path):
     assert expected < size < 1.05 * expected  # beside the tensors, each has a header
 
 
-ACCUMULATED = [(1, "auto", 1, 1), (3, "sharded", 3, 1), (3, "reduced", 3, 3), (3, "whole", 1, 1)]
+ACCUMULATED = [(1, "sharded", 1, 1), (3, "sharded", 3, 1), (3, "reduced", 3, 3), (3, "whole", 1, 1)]
 
 
 @pytest.mark.parametrize(
