@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,10 @@ from types import ModuleType
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks would fight over the cores
+# torch would take code that it has compiled for the instructions of another kind of CPU.
+if (kind := os.environ.get("ATEN_CPU_CAPABILITY")) and Path(tempfile.gettempdir()).name != kind:
+    os.environ["TMPDIR"] = tempfile.tempdir = f"{tempfile.gettempdir()}/{kind}"
+    os.makedirs(tempfile.tempdir, exist_ok=True)
 # A shell that starts pytest in the background lets it ignore Ctrl-C, and so all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,7 +17,7 @@ IN_ALL = 42_640
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_560,
-    "cluster": 3_350,
+    "cluster": 3_360,
     "commands": 1_770,
     "comparison": 1_760,
     "config": 3_150,

@@ -278,12 +278,17 @@ def check_temporary_folder() -> None:
 def keep_compiled_in(folder: Path, option: str = "run.folder") -> None:
     """Let torch and Triton keep compiled code in `folder`: no restart compiles it again.
 
+    Each kind of CPU has a folder in it. torch (2.13) also takes code whose loops were made for
+    wider vectors than this CPU has, and they then leave out half of each row.
+
     A variable that is set already says where instead. It is for this process and those that it
     starts, and has to come before torch's compiler is imported, which sets the variable too.
     That import also makes the folder, so `UserError` is raised here where it cannot be made;
     `option` is the setting that names another one.
     """
-    name, own = "TORCHINDUCTOR_CACHE_DIR", os.path.abspath(folder)
+    from torch.backends.cpu import get_cpu_capability  # torch takes seconds
+
+    name, own = "TORCHINDUCTOR_CACHE_DIR", os.path.abspath(folder / get_cpu_capability().lower())
     place = os.environ.get(name) or own
     check_writable(Path(place), option if place == own else name)
     os.environ[name] = place

@@ -55,10 +55,9 @@ def connect(root: str, pid: int) -> Any:
         from fsspec.core import url_to_fs
 
         if protocol == "s3":  # bytes that come altered are asked for again
-            from botocore.exceptions import FlexibleChecksumError
-            from s3fs.core import add_retryable_error
+            from s3fs import core
 
-            add_retryable_error(FlexibleChecksumError)
+            core.add_retryable_error(core.botocore.exceptions.FlexibleChecksumError)
         return url_to_fs(root, skip_instance_cache=True, use_listings_cache=False)[0]
     except ImportError:
         raise missing_package(package, f"{protocol}://", extra) from None
