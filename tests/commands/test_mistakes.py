@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tomli_w
+import torch
 from hypothesis import strategies as st
 
 from tests.support.commands import ROOT, finish
@@ -253,6 +254,7 @@ def test_where_compiled_code_cannot_be_kept_a_run_does_not_start(
     cache = place / "runs" / "tiny" / "compile_cache"
     cache.parent.mkdir(parents=True)
     cache.symlink_to(cache)
+    own_cache = cache / torch.backends.cpu.get_cpu_capability().lower()
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -260,7 +262,7 @@ def test_where_compiled_code_cannot_be_kept_a_run_does_not_start(
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with pytest.raises(SystemExit) as ended:
         {"train": train.main, "rank": rank.main.__wrapped__}[command]()
-    where, option = next(((v, k) for k, v in given.items()), (cache, "run.folder"))
+    where, option = next(((v, k) for k, v in given.items()), (own_cache, "run.folder"))
     out, err = capsys.readouterr()
     assert (ended.value.code, out, err) == (
         2,

@@ -96,7 +96,7 @@ def test_tokens_of_gpt2_have_their_own_bytes(tmp_path, monkeypatch):
 
 def part(name, weight, **text_bytes):
     split = {"train": Split(tokens=1000), "validation": Split(tokens=100)}
-    manifest = DataManifest("bytes", 257, "", [], split, "uint16", 0.01, None, 0, text_bytes, 256)
+    manifest = DataManifest("bytes", 257, "", [], split, "uint16", 0.01, None, text_bytes, 256)
     return MixturePart(name, None, weight, manifest)
 
 

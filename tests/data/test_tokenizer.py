@@ -225,7 +225,7 @@ TOO_LONG = ["x" + " " * 1_200_000 + "y", "\n" * 1_200_000 + "y <|endoftext|>"]
 def encoded(name, texts, damaged=0):
     """The tokens of documents, in which so many are damaged, as a preparation makes them."""
     dtype = smallest_dtype(load_tokenizer(name).vocab_size)
-    encoder = Encoder("parquet", "text", name, 1e-12, 0, dtype, Sizes().document)
+    encoder = Encoder("parquet", "text", name, 1e-12, dtype, Sizes().document)
     done = encoder.encode(TextBlock([TextPart("a.parquet", texts, 0, "row")], (0, 0, 0), 0))
     assert len(done.damaged) == damaged and not len(done.tokens["validation"])
     return done.tokens["train"].tolist(), [each["reason"] for each in done.damaged]

@@ -11,7 +11,7 @@ import pytest
 from torchmars.data.documents import Encoder, TextBlock, TextPart
 from torchmars.data.workers import start_worker
 
-ENCODER = Encoder("text", "text", "bytes", 0.1, 0, "uint16", 2**20)
+ENCODER = Encoder("text", "text", "bytes", 0.1, "uint16", 2**20)
 BLOCK = TextBlock([TextPart("a.txt", b"words " * 50_000, 0)], (0, 0, 0), 0)
 
 
