@@ -78,9 +78,8 @@ def prune_checkpoints(
     good, other = read_all(found)
     if found and not good:
         raise UserError(f"no checkpoint in {folder} is good: nothing was deleted")
-    if isinstance(run, Path) and not lies_in(
-        folder, run
-    ):  # as a config says, which may be anybody's
+    # Elsewhere it is as a config says, which may be anybody's.
+    if isinstance(run, Path) and not lies_in(folder, run):
         tables = [without_none(manifest.config["run"]) for manifest in good.values()]
         runs = {make(RunConfig, each, f"in {folder}", "run").path.resolve() for each in tables}
         if runs != {run.resolve()}:
