@@ -1,4 +1,4 @@
-"""The DeepSeek family against transformers' DeepSeek-V3 and GLM-4.7-Flash, and published sizes."""
+"""The DeepSeek family: published sizes, groups of experts, costs. tests/exchange has its logits."""
 
 import dataclasses
 
@@ -10,9 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmars.config import ModelConfig
 from torchmars.config.deepseek import DeepseekArgs
 from torchmars.core.errors import UserError
-from torchmars.exchange.from_config import from_config
-from torchmars.exchange.names import counterparts
-from torchmars.models import build_meta_model, build_model
+from torchmars.models import build_meta_model
 from torchmars.models.deepseek import Deepseek
 from torchmars.models.initialize import init_weights
 from torchmars.models.moe import Router
@@ -51,108 +49,6 @@ VARIANTS = {
     "deepseek stretched": YARN | {"rope_attention_factor": 1.0, "rope_logit_factor": 1.0},
     "deepseek stretched otherwise": YARN | {"rope_beta_fast": 1.0, "rope_logit_factor": 0.7},
 }
-# The sheet of transformers' tiny models: their class, and what is not as in the others.
-PLAIN = {"rope_type": "default", "rope_theta": 5e4}
-YARN_THERE = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
-YARN_THERE |= {"rope_theta": 1e4, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0}
-THEIRS = {
-    "groups": (
-        "DeepseekV3",
-        {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-        | {"rope_parameters": YARN_THERE | {"mscale": 1.0}},
-    ),
-    "other mscales": (
-        "DeepseekV3",
-        {"n_group": 1, "topk_group": 1}
-        | {"rope_parameters": YARN_THERE | {"mscale": 0.7, "beta_fast": 1.0}},
-    ),
-    "linear": (
-        "DeepseekV3",
-        {"n_group": 1, "topk_group": 1} | {"rope_parameters": YARN_THERE | {"rope_type": "linear"}},
-    ),
-    "no q_lora": ("DeepseekV3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
-    "halves": ("DeepseekV3", {"rope_interleave": False, "n_group": 1, "topk_group": 1}),
-    "weights as they are": ("DeepseekV3", {"norm_topk_prob": False, "n_group": 2, "topk_group": 1}),
-    "GLM-4.7-Flash stretched": ("Glm4MoeLite", {"rope_parameters": YARN_THERE}),
-    "GLM-4.7-Flash": ("Glm4MoeLite", {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}),
-}
-
-
-def model_of(kind, changes):
-    """A tiny model of transformers, none of whose values is at rest."""
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{kind}Config")(
-        **dict(
-            vocab_size=96,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=256,
-            moe_intermediate_size=24,
-            n_routed_experts=8,
-            num_experts_per_tok=3,
-            n_shared_experts=2,
-            q_lora_rank=24,
-            kv_lora_rank=32,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=12,
-            rms_norm_eps=1e-5,
-            rope_parameters=PLAIN,
-        )
-        | ({"first_k_dense_replace": 1} if kind == "DeepseekV3" else {})
-        | changes
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, value in (*model.named_parameters(), *model.named_buffers()):
-            if "correction" in name:  # of both signs
-                value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
-            elif "inv_freq" not in name:
-                rest, size = float("norm" in name), 0.2 if value.ndim == 1 else 0.1
-                value.copy_(rest + size * torch.randn(value.shape, generator=generator))
-    return model.eval()
-
-
-def ours_of(other):
-    """Our model of a config of transformers, and which part of which of its tensors each is."""
-    table = from_config(other.config.to_dict())
-    length = table.pop("seq_len")
-    model = build_model(ModelConfig(**table), 1, length).eval()
-    places = counterparts(model, fused=True)
-
-    def part(name, values):
-        whole, half = values[places[name].name], places[name].half
-        return whole if half is None else whole.chunk(2, dim=1)[half]
-
-    theirs = dict(other.named_parameters()) | dict(other.named_buffers())
-    assert {each.name for each in places.values()} == {
-        name for name in theirs if "inv_freq" not in name
-    }
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            value.copy_(part(name, theirs))
-    return model, part
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_logits_and_gradients_equal_transformers(name):
-    other = model_of(*THEIRS[name])
-    model, part = ours_of(other)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(96, (2, 48), generator=generator)
-    ours, theirs = model.head(model(tokens)), other(tokens, use_cache=False).logits
-    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
-    weights = torch.randn(ours.shape, generator=generator)
-    (ours * weights).mean().backward()
-    (theirs * weights).mean().backward()
-    gradients = {name: each.grad for name, each in other.named_parameters()}
-    for name, parameter in model.named_parameters():
-        expected = part(name, gradients)
-        assert (parameter.grad - expected).abs().max() < 1e-5 * expected.abs().max(), name
 
 
 @pytest.mark.parametrize(
