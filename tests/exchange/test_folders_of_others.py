@@ -5,7 +5,6 @@ import re
 import shutil
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tests.support.mistakes import mistake
 from tests.support.tokenizers import tokenizer_file
 from torchmars.core.errors import UserError
 from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.exchange.families import DEFAULTS
 from torchmars.exchange.folder import open_folder
 from torchmars.exchange.weight_files import load_weights
 from torchmars.exchange.weights import weights_of_folder
@@ -544,63 +542,3 @@ def test_another_head_is_told_and_the_run_is_not_tied(tmp_path, capsys):
     tensors(same_head)(folder, None)
     assert open_folder(folder).tables["model"]["tied"] is True
     assert not capsys.readouterr().err
-
-
-# No Ministral: transformers makes none without a head_dim.
-# Shapes that are those of the classes where they may be small, so that a key can be left out.
-SWEPT = {
-    "gpt2": {"n_layer": 2, "n_embd": 48},
-    "llama": {},
-    "mistral": {},
-    "smollm3": {"pad_token_id": None},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": {"moe_intermediate_size": 8},
-    "mixtral": {},
-    "glm4_moe_lite": {"moe_intermediate_size": 8},
-    "glm4_moe": {"hidden_size": 768, "moe_intermediate_size": 8},
-}
-TINY = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 24, "rms_norm_eps": 0.01}
-SIZES = {"vocab_size", "n_embd", "n_layer", "hidden_size", "num_hidden_layers", "model_type"}
-SIZES |= {"intermediate_size", "moe_intermediate_size"}
-
-
-LONG = {(kind, "unread") for kind in ("qwen3_moe", "glm4_moe", "glm4_moe_lite")}  # half a minute
-PARTS = [part for part in product(SWEPT, ["read", "unread", "sizes"]) if part not in LONG]
-
-
-@pytest.mark.parametrize(
-    "kind,part",
-    [
-        *full_but([("mixtral", "read")], PARTS),
-        *(pytest.param(*part, marks=pytest.mark.slow) for part in sorted(LONG)),
-    ],
-)
-def test_a_key_that_is_left_out_is_what_it_is_in_transformers(tmp_path, kind, part):
-    """Where a size is, neither finds its weights. In an older config.json too."""
-    shape = SWEPT[kind] if kind == "gpt2" else TINY | {"rope_theta": 50.0} | SWEPT[kind]
-    made = transformers.AutoConfig.for_model(kind, vocab_size=260, **shape)
-    model = randomised(transformers.AutoModelForCausalLM.from_config(made))
-    model.save_pretrained(tmp_path)
-    file, text = tmp_path / "config.json", made.to_dict()
-    old = {"rope_parameters": ..., "rope_theta": 50.0, "rope_scaling": None}
-    whole, _ = theirs_of(tmp_path)
-    changed, refused = set(), set()
-    read = {*DEFAULTS[kind], "rope_parameters"} - SIZES
-    unused = {"intermediate_size"} if kind == "qwen3_moe" else set()  # no block is dense
-    parts = {"read": read, "sizes": SIZES - unused, "unread": text.keys() - read - SIZES | unused}
-    keys = parts[part] & {*text, "rope_theta"} - {"pad_token_id"}  # SmolLM3's is past these tokens
-    for key in keys:
-        given = text if key in text else {**text, **old}
-        file.write_text(json.dumps({n: v for n, v in given.items() if v is not ... and n != key}))
-        theirs, why = theirs_of(tmp_path)
-        ours, line = ours_of(tmp_path)
-        assert (theirs is None) == bool(line), (key, why, line)
-        if theirs is None:
-            refused.add(key)
-            continue
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=key)
-        changed |= set() if torch.equal(theirs, whole) else {key}
-    assert refused == (keys if part == "sizes" else set())
-    if kind != "gpt2" and part == "read":
-        assert changed == {"rope_parameters", "rope_theta", "rms_norm_eps"}
