@@ -164,9 +164,7 @@ def test_groups_of_the_optimizer(tmp_path):
     "args,message",
     [
         (["--data", "1"], "'--data': --data is a section: write --data.source .*--help data lists"),
-        (["--Optimizer", "1"], "--optimizer is a section: write --optimizer.name ..."),
         (["--trainin", "1"], "--training is a section: write --training.steps ..."),
-        (["--model=llama"], "'--model': --model is a section: write --model.name ..."),
         (
             ["--optimizer.head", "3"],
             "error: --optimizer.head is a section: write --optimizer.head.",
@@ -176,26 +174,17 @@ def test_groups_of_the_optimizer(tmp_path):
             r"data.mixture is an array of tables: write \[\[data.mixture\]\]",
         ),
         (["--training-steps", "3"], "'--training-steps': did you mean --training.steps?"),
-        (["--data-validation-fracton=1"], "did you mean --data.validation_fraction?"),
         (["--epochs", "3"], "'--epochs': did you mean --training.steps?"),
-        (["--plugin", "os"], "'--plugin': did you mean --plugins?"),
         (["--training.stps", "3"], "unknown key training.stps .* did you mean training.steps?"),
-        (["--training.lr", "3"], "unknown key training.lr .* did you mean optimizer.lr?"),
         (["--lr", "3"], "cannot read the argument '--lr': did you mean --optimizer.lr?"),
-        (["--seq-len=3"], "cannot read the argument '--seq-len': did you mean --training.seq_len?"),
         (["--no", "3"], "'--no': overrides look like --section.key value, see --help"),
         (["--resume"], "'--resume': the same command again goes on where the run stopped"),
         (["--max-iters", "3"], "'--max-iters': did you mean --training.steps?"),
-        (["--batch_size", "3"], "'--batch_size': did you mean --training.global_batch_size?"),
-        (["--training.block_size", "3"], "did you mean training.seq_len?"),
         (["--training.qwxz", "3"], "unknown key training.qwxz .* may be one of steps, stop_after"),
         (["--training.dtype", "bf16"], "got 'bf16': did you mean bfloat16?"),
         (["--trainig.steps", "3"], "unknown section trainig .* did you mean training?"),
         (["--training.steps", "many"], "training.steps must be a whole number, got 'many'"),
         (["--training.steps", "1.5"], "training.steps must be a whole number"),
-        (["--training.steps"], "training.steps needs a value: it must be a whole number"),
-        (["--data.soucre"], "unknown key data.soucre"),
-        (["--metrics.enable_tensorboard", "--training.steps", "2"], "unknown key metrics.enable_t"),
         (["--training.steps", "0"], "training.steps must be at least 1, got 0"),
         (["--training.compile", "maybe"], "training.compile must be true or false"),
         (
@@ -209,26 +198,15 @@ def test_groups_of_the_optimizer(tmp_path):
         (["--optimizer.betas", "0.9"], "optimizer.betas must be 2 numbers"),
         (["--optimizer.betas", "0.9", "1.0"], r"optimizer.betas must be two numbers in \[0, 1\)"),
         (["--optimizer.lr", "0"], "optimizer.lr must be more than 0"),
-        (["--optimizer.lr", "nan"], "optimizer.lr must be more than 0"),
         (["--optimizer.gamma", "-1"], "optimizer.gamma must be at least 0"),
-        (["--optimizer.betas_1d", "2", "2"], "optimizer.betas_1d must be"),
         (
             ["--optimizer.name", "adamw", "--optimizer.gamma", "0.1"],
             'optimizer.gamma has no meaning for "adamw"',
         ),
         (["--optimizer.name", "sgd"], r"optimizer.name must be one of .*got 'sgd' \(on the"),
         (["--optimizer.name", "adamW"], "got 'adamW': did you mean adamw?"),
-        (["--optimizer.name", "adam"], "got 'adam': did you mean adamw?"),
-        (["--optimizer.name", "mars_m"], "got 'mars_m': did you mean mars-m?"),
-        (["--optimizer.name", "mars"], "got 'mars': did you mean mars-adamw?"),
         (["--optimizer.head.rule", "Shampoo"], "did you mean mars-shampoo?"),
-        (["--model.name", "lama"], "got 'lama': did you mean llama?"),
-        (["--model.name", "GPT2"], "got 'GPT2': did you mean gpt2?"),
         (["--model.name", "l"], r"got 'l' \(on the command line"),
-        (["--parallelism.reshard_after_forward", "Always"], "did you mean always?"),
-        (["--schedule.name", "cosin"], "got 'cosin': did you mean cosine?"),
-        (["--parallelism.accumulate", "some"], 'accumulate must be one of "sharded", "reduced", '),
-        (["--model.router", "relu"], 'model.router must be one of "softmax", "sigmoid", got'),
         (["--schedule.min_lr", "1"], "schedule.min_lr = 1.0 is above optimizer.lr"),
         (["--schedule.decay_steps", "5"], "schedule.decay_steps has no meaning"),
         (["--parallelism.dp_shard", "0"], "parallelism.dp_shard must be -1"),
@@ -236,7 +214,6 @@ def test_groups_of_the_optimizer(tmp_path):
             ["--parallelism.reshard_after_forward", "sometimes"],
             'reshard_after_forward must be one of "auto", "always", "never", or a whole number',
         ),
-        (["--parallelism.reshard_after_forward", "0"], "at least 1, got 0"),
         (
             ["--parallelism.reshard_after_forward", "2", "--parallelism.tp", "2"],
             "reshard_after_forward = 2 does not go with parallelism.tp",
@@ -249,12 +226,8 @@ def test_groups_of_the_optimizer(tmp_path):
             "data.validation_fraction must be more than 0 and at most 0.5",
         ),
         (["steps=3"], "config steps=3: did you mean --training.steps 3?"),
-        (["training.steps=10"], "config training.steps=10: did you mean --training.steps 10?"),
-        (["data.tokenizr=a=b"], "did you mean --data.tokenizer a=b?"),
         (["-optimizer.lr", "1"], "config -optimizer.lr: did you mean --optimizer.lr?"),
-        (["optimizer.lr", "1"], "config optimizer.lr: did you mean --optimizer.lr?"),
         (["none=3"], "the config none=3: No such file or directory: name a TOML file"),
-        (["--steps", "3"], "the argument '--steps': did you mean --training.steps?"),
     ],
 )
 def test_mistakes_are_named(args, message, capsys):
@@ -271,6 +244,11 @@ def test_mistakes_are_named(args, message, capsys):
         ("[training]\nsteps = ", "is not valid TOML"),
         ("training = 3", "must be a table"),
         ("[training]\nsteps = true", "training.steps must be a whole number, got True"),
+        ("[training]\nsteps = 3.0", "training.steps must be a whole number, got 3.0"),
+        ("[run]\nname = 2020-01-01", "run.name must be a string, got datetime"),
+        ("[optimizer]\nlr = true", "optimizer.lr must be a number, got True"),
+        ("[optimizer]\nbetas = [0.9]", r"optimizer.betas must be 2 numbers, got \[0.9\]"),
+        ("[metrics]\nwandb = 1", "metrics.wandb must be true or false, got 1"),
         (
             "[training]\nsteps = '3'",
             "training.steps must be a whole number, got '3': write it without quotes",
@@ -421,27 +399,6 @@ def test_the_file_of_a_mistake_is_named(tmp_path, first, second, message):
         file.write_text(text)
     with pytest.raises(UserError, match=message):
         load_config([str(file) for file in files], "test")
-
-
-@pytest.mark.parametrize(
-    "toml,message",
-    [
-        ("[training]\nsteps = 3.0", "training.steps must be a whole number, got 3.0"),
-        ("[training]\nsteps = 2020-01-01", "training.steps must be a whole number, got datetime"),
-        ("[run]\nname = 2020-01-01", "run.name must be a string, got datetime"),
-        ("[run]\nname = true", "run.name must be a string, got True"),
-        ("[optimizer]\nlr = true", "optimizer.lr must be a number, got True"),
-        ("[optimizer]\nlr = '1'", "optimizer.lr must be a number, got '1'"),
-        ("[optimizer]\nbetas = [0.9, '1']", "optimizer.betas must be a number, got '1'"),
-        ("[optimizer]\nbetas = [0.9]", r"optimizer.betas must be 2 numbers, got \[0.9\]"),
-        ("[optimizer]\nbetas = [0.9, 0.9, 0.9]", "optimizer.betas must be 2 numbers"),
-        ("[metrics]\nwandb = 1", "metrics.wandb must be true or false, got 1"),
-        ("[data]\nfiles = ['a', 1]", "data.files must be a string, got 1"),
-    ],
-)
-def test_nothing_is_converted_silently(tmp_path, toml, message):
-    with pytest.raises(UserError, match=message):
-        load(tmp_path, toml)
 
 
 def test_what_makes_a_run_the_same_run_is_marked():

@@ -69,12 +69,8 @@ def line_of(plugin):
     "text,said",
     [
         ("import sys\nsys.exit(0)", "my_plugin.py, line 2,"),
-        ("exit()", "my_plugin.py, line 1,"),
-        ("raise SystemExit", "my_plugin.py, line 1,"),
         ("import argparse\n\nargparse.ArgumentParser().parse_args(['--help'])", "line 3"),
-        ("import argparse\nargparse.ArgumentParser().parse_args(['x'])", "line 2"),
         ("class E(BaseException): pass\nraise E('two\\nlines')", "E: two lines"),
-        ("raise GeneratorExit", "GeneratorExit"),
         ("1 +", "my_plugin.py, line 1"),
         ("import nothing_of_it", "line 1, which raises that"),
     ],
@@ -93,46 +89,34 @@ def test_ctrl_c_is_not_taken_for_an_error_of_it(plugin):
     [
         *(
             (f"{MODEL}MODELS['mine'] = {entry}", "MODELS['mine'] must be the place of its class")
-            for entry in ("None", "3", "Mine", "'mine'", "'my plugin.Mine'", "''", "['a.b']")
+            for entry in ("None", "Mine", "'mine'", "'my plugin.Mine'")
         ),
         *(
             (f"{RULE}RULES['mine'] = {entry}", "RULES['mine'] must be an ElementwiseRule")
-            for entry in ("None", "Mine", "'my_plugin.Mine'", "object()")
+            for entry in ("None", "Mine")
         ),
         (f"{RULE}RULES['other'] = Mine()", "must have that name, and has 'mine'"),
-        (f"{RULE}del Mine.name\nRULES['mine'] = Mine()", "must have that name, and has None"),
         (f"{RULE}del Mine.settings\nRULES['mine'] = Mine()", "must have settings"),
-        (f"{RULE}Mine.settings = [LR]\nRULES['mine'] = Mine()", "must have settings, a tuple"),
         (f"{RULE}Mine.settings = (LR.of(1),)\nRULES['mine'] = Mine()", "betas, eps, weight_decay"),
-        (f"{RULE}Mine.settings += (EPS,)\nRULES['mine'] = Mine()", "two settings of one name"),
-        (f"{RULE}Mine.settings = (LR, *Mine.settings[1:])\nRULES['mine'] = Mine()", "lr must be"),
-        (f"{RULE}Mine.variance_reduced = True\nRULES['mine'] = Mine()", "settings gamma, clip"),
         (f"{RULE}Mine.buffers = lambda *a: 'exp_avg'\nRULES['mine'] = Mine()", "tuple of names"),
-        (f"{RULE}Mine.buffers = lambda *a: 1 / 0\nRULES['mine'] = Mine()", "ZeroDivisionError"),
         (f"{RULE.replace('def update', 'def step')}RULES['mine'] = Mine()", "abstract method"),
         (f"{RULE}RULES['adamw'] = Mine()", "RULES['adamw'] is there already"),
-        (f"{RULE}del RULES['adamw']", "RULES['adamw'] is there already"),
-        (f"{MODEL}MODELS['gpt2'] = 'my_plugin.Mine'", "MODELS['gpt2'] is there already"),
         *(
             (f"{KIND}KINDS['mine'] = {entry}", "KINDS['mine'] must be a SourceKind")
-            for entry in ("None", "('glob',)", "SourceKind", "lambda: 0")
+            for entry in ("None", "SourceKind")
         ),
         (f"{KIND}KINDS['mine'] = SourceKind('glob')", "must have parts, a tuple of texts"),
-        (f"{KIND}KINDS['mine'] = SourceKind(('glob',), '.csv')", "must have suffixes, a tuple"),
         (f"{KIND}KINDS['mine'] = SourceKind(('glob', 'sheet'))", "has the parts sheet"),
         (f"{KIND}KINDS['openwebtext'] = SourceKind()", "stands for hf:Skylion007/openwebtext"),
         *(
             (f"{READER}READERS['mine'] = {entry}", "READERS['mine'] must be a function")
-            for entry in ("None", "'my_plugin.read'", "()")
+            for entry in ("None", "'my_plugin.read'")
         ),
-        (f"{READER}READERS['text'] = print", "READERS['text'] is there already"),
         (f"{KIND}KINDS['text'] = SourceKind(('glob',))", "KINDS['text'] is there already"),
         *(
             (f"{KIND}KINDS[{name!r}] = SourceKind()", "has no name that can be written")
-            for name in ("", "a b", "a:b", "-a", "a\n", 3, None, ("a",), "\ud800")
+            for name in ("", "a b", "a:b", "-a", "a\n", 3)
         ),
-        (f"{MODEL}MODELS['a/b'] = 'my_plugin.Mine'", "has no name that can be written"),
-        (f"{RULE}RULES[3] = Mine()", "has no name that can be written"),
     ],
 )
 def test_an_entry_that_is_none(plugin, text, said):
@@ -170,11 +154,8 @@ def test_arguments_and_folder_are_the_users(plugin, tmp_path, monkeypatch):
         ("", "cannot be had"),
         ("Mine = None", "must have settings, a class that derives from ModelArgs .*got None"),
         ("class Mine: settings = GPT2.settings", "must derive from Model"),
-        ("Mine = Mine()", "cannot be had"),
         ("class Mine(Model): settings = GPT2.settings", "must define describe, embed, transform"),
         ("class Args(Mine.settings): sizes = {}\nMine.settings = Args", "with named sizes"),
-        ("class Args(Mine.settings): sizes = 3\nMine.settings = Args", "with named sizes"),
-        ("Mine.settings = 'scale'", "must have settings, a class that derives from ModelArgs"),
         (
             "Mine.__init__ = lambda self, args: Model.__init__(self, args)",
             "must have tok_embed, blocks, ",

@@ -117,26 +117,6 @@ def test_our_model_of_their_config_is_the_one_it_was(name, tmp_path):
     assert again.args == args
 
 
-@pytest.mark.parametrize(
-    "changes,message",
-    [
-        (
-            {"model_type": "mamba"},
-            "model_type is 'mamba': models of gpt2, llama, mistral, .*, qwen3",
-        ),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only models with 'silu'"),
-        ({"attention_bias": True}, "attention_bias is True: only models with False"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "positions are scaled by .*longrope"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "lack original_max_position"),
-    ],
-)
-def test_a_model_that_we_do_not_have_is_refused_by_name(changes, message):
-    config = to_config(MODELS["llama"]) | changes
-    config = {key: value for key, value in config.items() if value is not None}
-    with pytest.raises(UserError, match=message):
-        from_config(config)
-
-
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_a_key_that_is_left_out_has_the_default_of_its_class(kind):
     made = pytest.importorskip("transformers").AutoConfig.for_model(kind)
@@ -250,30 +230,22 @@ def test_a_kimi_is_read_as_a_deepseek():
 @pytest.mark.parametrize(
     "kind,changes,message",
     [
+        ("llama", {"model_type": "mamba"}, "model_type is 'mamba': models of gpt2, llama, mistral"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2: only models with 1"),
-        ("qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]: only models with \[\]"),
         ("qwen3-moe", {"norm_topk_prob": "x"}, "norm_topk_prob is 'x'"),
         ("qwen3-moe", {"num_experts": "x"}, "num_experts is 'x'"),
-        ("mixtral", {"sliding_window": "x"}, "sliding_window is 'x': it must be a whole number"),
-        ("glm", {"n_group": 8}, "n_group is 8: only models with 1"),
         ("glm", {"topk_group": 2}, "topk_group is 2: only models with 1"),
         ("glm", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1: .* at least 0"),
         ("glm", {"n_shared_experts": 0}, "n_shared_experts is 0: .* at least 1"),
         ("glm", {"routed_scaling_factor": None}, "routed_scaling_factor is None"),
-        ("glm", {"partial_rotary_factor": "x"}, "partial_rotary_factor is 'x'"),
         ("qwen3-moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only models"),
-        ("deepseek", {"quantization_config": {"quant_method": "fp8"}}, "weights are quantised"),
-        ("deepseek", {"rope_scaling": {"rope_type": "longrope"}}, "are scaled by .*longrope"),
-        ("deepseek", {"model_type": "deepseek_v32", "index_topk": 2048}, "its index_topk is 2048"),
         ("deepseek", {"model_type": "glm_moe_dsa"}, "model_type is 'glm_moe_dsa': models of"),
         ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq is 2: only models with 1"),
         ("deepseek", {"topk_method": "greedy"}, "topk_method is 'greedy': only models with"),
         ("deepseek", {"n_group": 0}, "n_group is 0: .* at least 1"),
-        ("deepseek", {"q_lora_rank": "x"}, "q_lora_rank is 'x'"),
-        ("deepseek", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only models"),
     ],
 )
-def test_experts_that_we_do_not_have_are_refused_by_name(kind, changes, message):
+def test_what_we_do_not_have_is_refused_by_name(kind, changes, message):
     with pytest.raises(UserError, match=message):
         from_config(to_config(MODELS[kind]) | changes)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchmars.comparison.coordinates import based, measured, sized
+from torchmars.comparison.coordinates import based, sized
 from torchmars.config import OptimizerConfig
 from torchmars.config.load import config_of
 from torchmars.config.model import MODELS as MODEL_CLASSES
@@ -149,14 +149,6 @@ def test_a_size_is_taken_as_a_shape_and_no_more():
     assert (twin.base, factors.layers) == ((64, 256), 12)
     assert factors.twins["blocks.11.mlp.proj.weight"].base == (256, 704)
     assert factors.multipliers["attention"] == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("rule", RULES)
-def test_nor_does_it_change_a_step(name, rule):
-    plain = config(name, optimizer={"name": rule})
-    assert measured(based(plain, plain), 20) == measured(plain, 20)
 
 
 def test_a_plugins_own_settings_name_its_base():
