@@ -28,10 +28,7 @@ from torchmars.training.preparation import prepare_data
 
 OTHERS = "optimizer.groups data.mixture run training optimizer.matrix nothing training.stps a.b.c.d"
 KEYS = [*leaves(Config), *OTHERS.split(), ""]
-sizes = pytest.mark.parametrize(
-    "examples",
-    [20, pytest.param(100, marks=pytest.mark.full), pytest.param(2000, marks=pytest.mark.slow)],
-)
+sizes = pytest.mark.parametrize("examples", [20, pytest.param(2000, marks=pytest.mark.slow)])
 WORDS = (
     "| |x|two|-1|-0|0|1|2|3|1.5|1e3|inf|-inf|nan|1,2|0,|+4| 2|2 |1_0|0x10|٣|²|½|2:4|true|"
     f"None|[]|{{}}|null|{'9' * 20}|{'9' * 400}|{'9' * 5000}|{'a' * 300}|{'a/' * 2500}|.|..|/|"
