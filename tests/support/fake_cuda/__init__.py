@@ -31,11 +31,6 @@ def found(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Cases are the keyword arguments of `step.make_step`.
     """
-    return run("step", cases)
-
-
-def run(module: str, cases: list[Any]) -> list[dict[str, Any]]:
-    """Run a module of this package where the stub answers; return the lines of JSON it prints."""
     with tempfile.TemporaryDirectory() as folder:
         stub = Path(folder, "stub.so")
         lib = torch_folder() / "lib"
@@ -47,7 +42,7 @@ def run(module: str, cases: list[Any]) -> list[dict[str, Any]]:
         # Before torch is imported: it asks once whether there is CUDA.
         before = {"LD_PRELOAD": str(stub), "LD_LIBRARY_PATH": str(lib)}
         ended = subprocess.run(
-            [sys.executable, "-m", f"tests.support.fake_cuda.{module}"],
+            [sys.executable, "-m", "tests.support.fake_cuda.step"],
             input=json.dumps(cases),
             env=os.environ | before,
             stdout=subprocess.PIPE,
