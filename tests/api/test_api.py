@@ -1,14 +1,11 @@
 """torchmars from Python: what a notebook does, beside what the commands do."""
 
-import contextlib
 import json
-import os
 import runpy
 import signal
 import subprocess
 import sys
 import threading
-import time
 import tomllib
 from pathlib import Path
 
@@ -159,66 +156,6 @@ def test_ctrl_c_is_that_whatever_the_launcher_ends_with(config, monkeypatch, cod
     with pytest.raises(KeyboardInterrupt):
         torchmars.run_training(config, ranks=2)
     assert sent == [signal.SIGINT]
-
-
-NOTEBOOK = """
-import sys, torchmars
-try:
-    torchmars.run_training(
-        sys.argv[1], ranks=2, run={"name": sys.argv[2]}, training={"steps": 10**6}
-    )
-except KeyboardInterrupt:
-    sys.exit(9)
-"""
-
-
-@pytest.mark.slow
-def test_a_notebook_that_is_killed_leaves_a_saved_run_and_no_process(config, tables, tmp_path):
-    """And Ctrl-C while the launcher starts is a KeyboardInterrupt that leaves none either."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "300", "TMPDIR": str(tmp_path)}
-    handlers = {"restore_signals": True, "preexec_fn": take_ctrl_c, "env": env, "cwd": ROOT}
-
-    def notebook(name):
-        return subprocess.Popen([sys.executable, "-c", NOTEBOOK, config, name], **handlers)
-
-    folder = Path(tables["run"]["folder"]) / "killed"
-    killed = notebook("killed")
-    wait_until(lambda: '"step": 3,' in read(folder / "metrics.jsonl"))
-    killed.kill()
-    killed.wait()
-    wait_until(lambda: not descendants(tmp_path, killed.pid))
-    assert '"stopped"' in read(folder / "events.jsonl") and torchmars.read_run(folder).checkpoints
-    stopped = notebook("stopped")
-    wait_until(lambda: descendants(tmp_path, stopped.pid))
-    stopped.send_signal(signal.SIGINT)
-    assert stopped.wait() == 9
-    wait_until(lambda: not descendants(tmp_path, stopped.pid))
-
-
-def take_ctrl_c():
-    """Have Python's handler, whatever started pytest."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def read(file):
-    return file.read_text() if file.exists() else ""
-
-
-def descendants(mark, but):
-    """The processes whose temporary folder is `mark`, but one."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"TMPDIR={mark}\0" in (place / "environ").read_text(errors="replace"):
-                found.append(int(place.name))
-    return [each for each in found if each != but]
-
-
-def wait_until(reached):
-    deadline = time.monotonic() + 600
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_curves_are_those_of_the_file(run):

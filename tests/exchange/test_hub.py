@@ -1,10 +1,8 @@
 """hf:NAME: a folder of that name, or a model of a hub, which here is a server of this machine."""
 
 import json
-import os
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from safetensors.torch import load_file
 
 from tests.exchange.test_hostile_folders import MODELS, make_folder
 from tests.exchange.test_initial import started
-from tests.support.commands import ROOT
 from tests.support.hub_server import hub_server
 from tests.support.mistakes import mistake
 from tests.support.ranks import run_ranks
@@ -155,32 +152,3 @@ def test_no_network_and_no_package_are_one_line(hub, tmp_path, monkeypatch):
 def test_the_patterns_are_the_files_that_are_read():
     assert "model-*-of-*.safetensors" in FILES
     assert not any(name.startswith("*") or ".bin" in name for name in FILES)
-
-
-@pytest.mark.full
-def test_a_user_imports_samples_and_trains(hub, tmp_path):
-    """The commands, each in a process of its own; the hub is gone before the run goes on."""
-    server, address = hub
-    write_text(tmp_path)
-
-    def command(*args, **more):
-        env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "NGPU": "2"} | more
-        done = subprocess.run(
-            [sys.executable, "-m", "torchmars", *args],
-            env=os.environ | env | {"PYTHONPATH": str(ROOT)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    command("import", "hf:own/llama", "own.toml")
-    assert command("generate", "hf:own/llama", "--prompt", "a", "--max-tokens", "4")
-    run = ["train", "own.toml", "--data.source", "text:text.txt", "--checkpoint.init-from"]
-    run += ["hf:own/llama", "--training.seq-len", "16", "--training.global-batch-size", "4"]
-    command(*run, "--training.steps", "2")
-    pinned = f'init_from = "hf:own/llama@{server.commit("own/llama")}"'
-    assert pinned in (tmp_path / "runs" / "llama" / "config.toml").read_text()
-    command(*run, "--training.steps", "4", HF_ENDPOINT="http://127.0.0.1:1")
-    assert pinned in (tmp_path / "runs" / "llama" / "config.toml").read_text()

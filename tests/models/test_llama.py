@@ -128,11 +128,8 @@ def test_fields_take_the_place_of_the_named_size():
             {"name": "gpt2", "size": "8b"},
             '"8b" is no size of model.name = "gpt2": it has nano, small, medium, large, xl$',
         ),
-        ({"name": "gpt2", "qk_norm": False}, 'qk_norm has no meaning for model.name = "gpt2"'),
         ({"dropout": 0.1}, 'model.dropout has no meaning for model.name = "llama": remove it'),
-        ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx has no meaning"),
         ({"n_head": 3, "n_kv_head": 1}, "n_embd = 256 does not divide into model.n_head = 3"),
-        ({"n_kv_head": 3}, "n_head = 4 does not divide into groups for model.n_kv_head = 3"),
         ({"head_dim": 33}, "heads of width 33 cannot be rotated"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.commands import finish_run, run_command
+from tests.support.full import FULL
 from tests.support.tiny import metrics, tiny_tables, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,7 @@ def test_sizes_of_others_do_not_send_its_author_away(file, size, remedy):
     assert code == 2 and err == f"error: {said}\n"
 
 
+@FULL
 def test_a_family_of_a_plugin_trains_on_layouts_and_comes_back_from_an_export(file):
     alone = train(file, "alone", ranks=1)
     assert alone[6] < alone[1]
