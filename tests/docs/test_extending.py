@@ -11,7 +11,6 @@ import tomli_w
 import torchmars
 from tests.docs.pages import ROOT, blocks, commands, named_files
 from tests.support.commands import Command
-from tests.support.full import FULL
 from tests.support.tiny import tiny_tables, write_text
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
@@ -113,7 +112,7 @@ def test_settings_of_its_own_reach_the_plugin(place):
     assert code == 2 and "was made with model.mlp_scale = 1.0, the config says 0.5" in err
 
 
-@FULL
+@pytest.mark.slow
 def test_layouts_of_a_plugins_model_are_planned(place):
     """In processes of their own, which import it too."""
     folder, _ = place

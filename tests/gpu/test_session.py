@@ -13,6 +13,8 @@ from tests.support.ranks import run_ranks
 from torchmars.cluster import connection
 
 STARTS_PROCESSES = {"endings", "tests", "as it is", "deterministic", "layouts", "copies"}
+# Other tests have runs that are stopped, saved and repeated.
+OF_WHOLE_RUNS = ["endings", "as it is", "copies"]
 PARTS = [(number, part) for number, parts in session.COMMANDS.items() for part in parts]
 
 
@@ -72,9 +74,7 @@ def test_parts_of_one_process_measure(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    "name", full_but(["layouts"], ["endings", "as it is", "layouts", "copies"])
-)
+@pytest.mark.parametrize("name", full_but([], ["layouts", *OF_WHOLE_RUNS], OF_WHOLE_RUNS))
 def test_parts_that_start_processes_measure(tmp_path, name):
     [(number, part)] = [each for each in PARTS if each[1].name == name]
     session.measure(number, part, tmp_path / "rows.jsonl")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.support.even_routing import MIXTURE, route_evenly
-from tests.support.full import FULL
+from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, write_text
 from torchmars.cluster import connection
@@ -92,10 +92,10 @@ MARS_M = {"name": "mars-m"}
 NARROW = {"momentum_dtype": "bfloat16"}
 SLOW = pytest.mark.slow
 VARIANTS = [
-    pytest.param(MARS_M, {}, {}, id="fsdp4", marks=FULL),
+    pytest.param(MARS_M, {}, {}, id="fsdp4", marks=SLOW),
     pytest.param(MARS_M, {}, {"tp": 2}, id="fsdp2-tp2", marks=FULL),
     pytest.param(MARS_M, {}, {"pp": 2}, id="pp2-fsdp2", marks=FULL),
-    pytest.param(MARS_M | NARROW, {}, {"cp": 2}, id="cp2-fsdp2", marks=FULL),
+    pytest.param(MARS_M | NARROW, {}, {"cp": 2}, id="cp2-fsdp2", marks=SLOW),
     pytest.param(
         {"name": "mars-adamw", "mode": "exact"},
         {"dtype": "bfloat16"},
@@ -128,13 +128,12 @@ def test_memory_is_that_of_a_real_run(tmp_path, optimizer, training, parallelism
     check_memory(tmp_path, optimizer, training, parallelism)
 
 
-@FULL
 @needs_linux
 @pytest.mark.parametrize(
     "training",
     [
-        {"dtype": "bfloat16", "global_batch_size": 4, "seq_len": 64},
-        {"dtype": "float32", "global_batch_size": 8},
+        pytest.param({"dtype": "bfloat16", "global_batch_size": 4, "seq_len": 64}, marks=FULL),
+        pytest.param({"dtype": "float32", "global_batch_size": 8}, marks=SLOW),
     ],
     ids=str,
 )
@@ -159,7 +158,7 @@ SHORT = {"global_batch_size": 8, "seq_len": 256}
     "ranks,training,parallelism,mode",
     [
         pytest.param(2, SHORT, {"ep": 2}, "none", id="ep2-short", marks=FULL),
-        pytest.param(4, {}, {"ep": 2}, "none", id="fsdp4-ep2", marks=FULL),
+        pytest.param(4, {}, {"ep": 2}, "none", id="fsdp4-ep2", marks=SLOW),
         pytest.param(4, {}, {"tp": 2, "ep": 4}, "none", id="fsdp2-tp2-ep4", marks=SLOW),
         pytest.param(4, {}, {"pp": 2, "ep": 2}, "none", id="pp2-ep2", marks=SLOW),
         pytest.param(4, {}, {"tp": 2}, "none", id="fsdp2-tp2", marks=SLOW),
@@ -184,8 +183,9 @@ LATENT = {"name": "deepseek", "vocab_size": 1004}
 
 
 @needs_linux
-@FULL
-@pytest.mark.parametrize("parallelism", [{"ep": 2}, {"tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallelism", full_but([], [{"ep": 2}, {"tp": 2}, {"cp": 2}], [{"ep": 2}, {"tp": 2}]), ids=str
+)
 def test_memory_of_latent_attention(tmp_path, parallelism):
     check_memory(tmp_path, MARS_M, {}, parallelism, ranks=2, model=LATENT)
 

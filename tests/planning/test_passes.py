@@ -22,7 +22,7 @@ CASES = [
             mode,
             4,
             id=name,
-            marks=pytest.mark.slow if name == "pp2-interleaved" else FULL,
+            marks=FULL if name == "hsdp" else pytest.mark.slow,
         )
         for name, model, parallelism, mode in (
             ("ep4", MIXTURE | {"n_layer": 9}, {"ep": 4}, "none"),
