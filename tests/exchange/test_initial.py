@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.commands import ROOT, run_command
-from tests.support.full import FULL, full_but
 from tests.support.ranks import run_ranks
 from tests.support.tiny import listen, metrics, tiny_tables, train, write_text
 from torchmars.cluster import connection
@@ -60,12 +59,9 @@ def started(tables):
     return trainer.state.step, trainer.loader.position, whole, states, origin
 
 
-QUICK = [("runs/adamw", 1), ("weights.safetensors", 4)]
-
-
 @pytest.mark.parametrize(
     "source,size",
-    full_but(QUICK, [*QUICK, ("runs/adamw/checkpoints/step-00000006", 4)]),
+    [("runs/adamw", 1), ("runs/adamw/checkpoints/step-00000006", 4), ("weights.safetensors", 4)],
 )
 def test_weights_only(folder, source, size):
     tables = tables_of(
@@ -110,7 +106,6 @@ def test_mars_starts_from_an_adamw_run_with_its_moving_averages(folder):
     assert len(metrics(tables)) == 3
 
 
-@FULL
 def test_state_of_another_meaning_is_not_taken(folder):
     """Lion's momentum is not mars-m's input.
 
@@ -250,7 +245,7 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize("overrides,message", full_but([MISFITS[0], MISFITS[5]], MISFITS))
+@pytest.mark.parametrize("overrides,message", MISFITS)
 def test_what_does_not_fit_is_one_line(folder, overrides, message):
     (folder / "broken.safetensors").write_bytes(b"no weights")
     save_file({"norm.weight": torch.ones(32)}, folder / "part.safetensors")

@@ -14,6 +14,7 @@ FOR_GPUS_ALONE = {
 # `pytest` tests what they do elsewhere.
 SLOW = {"test_a_rank_that_hangs_leaves_the_flight_recorder"}
 SLOW |= {"test_a_run_in_bfloat16_goes_on_where_it_was_stopped"}
+SLOW |= {"test_a_signal_saves_and_a_dead_rank_is_started_again"}
 
 
 def first_case(test):
