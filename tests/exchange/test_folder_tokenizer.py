@@ -14,7 +14,6 @@ from torchmars.evaluation.scoring import Scorer, Tokens
 from torchmars.exchange.folder_tokenizer import FolderTokenizer
 
 transformers = pytest.importorskip("transformers")
-NO_TOKENS = ('"2"', "[true]", "-1")
 TEXTS = ["The cat sat on", "é日", " The  fox\n", "The fox"]
 
 

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.models.test_logits import Sizes
 from torchmars.config import ModelConfig
 from torchmars.config.deepseek import DeepseekArgs
 from torchmars.core.errors import UserError
@@ -121,19 +120,6 @@ def test_roles_and_initial_weights():
             assert roles(model)[name] == "matrix", name
 
 
-class Largest(TorchDispatchMode):
-    """Records how large the largest tensor is that any operation makes."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for each in pytree.tree_leaves(made):
-            if isinstance(each, torch.Tensor):
-                self.size = max(self.size, each.numel())
-        return made
-
-
 def test_no_tensor_has_all_logits_of_attention():
     """torch falls to a kernel that makes them without a word, where values are narrower than keys:
     they are padded."""
@@ -141,6 +127,6 @@ def test_no_tensor_has_all_logits_of_attention():
     args = dataclasses.replace(ARGS, n_layer=1, n_head=heads, **DENSE, seq_len=length)
     model = Deepseek(args)
     init_weights(model, seed=0)
-    with Largest() as largest:
+    with Sizes() as sizes:
         model(torch.zeros(1, length, dtype=torch.int64)).sum().backward()
-    assert length * max(args.n_inner, heads * 24) <= largest.size < heads * length**2 / 8
+    assert length * max(args.n_inner, heads * 24) <= sizes.largest < heads * length**2 / 8

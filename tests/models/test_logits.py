@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.15
+from torch.utils._pytree import tree_leaves
 
 from torchmars.models import document_kernel, logits
 from torchmars.models.attention import CausalAttention, Sight
@@ -70,8 +71,8 @@ class Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
-        if isinstance(result, torch.Tensor):
-            self.largest = max(self.largest, result.numel())
+        made = [each.numel() for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.largest = max([self.largest, *made])
         return result
 
 
