@@ -35,7 +35,7 @@ def ended(folder, rank, code, error=None, at=0):
 
 
 def first(folder, *ranks, clock=time):
-    logs = RankLogs(folder / "logs", folder / "scratch", {0}, print)
+    logs = RankLogs(folder / "logs", folder / "scratch", {0})
     logs.launch, logs.machines = "n1-1234", 2
     logs.last = {rank: [f"the last line of {rank}"] for rank, _ in ranks}
     return first_failure(
@@ -137,7 +137,7 @@ def test_silence_of_the_network_is_the_verdict_unless_a_rank_has_died(tmp_path, 
 
 def test_a_hang_comes_before_the_kill_of_the_rank_that_did_not_end(tmp_path):
     """Torchrun kills a stopped rank 30 s after it has asked it to end."""
-    logs = RankLogs(tmp_path / "logs", tmp_path / "scratch", {0}, print)
+    logs = RankLogs(tmp_path / "logs", tmp_path / "scratch", {0})
     _, hung = ended(tmp_path, 1, 70)
     _, killed = ended(tmp_path, 0, -9)
     hung.timestamp, killed.timestamp = 100, 130
@@ -149,6 +149,6 @@ def test_a_hang_comes_before_the_kill_of_the_rank_that_did_not_end(tmp_path):
 
 def test_a_machine_that_has_lost_the_others_says_what_they_say(tmp_path):
     first(tmp_path, ended(tmp_path, 2, 1, "ValueError: boom", at=20))
-    logs = RankLogs(tmp_path / "logs", tmp_path / "scratch", {0}, print)
+    logs = RankLogs(tmp_path / "logs", tmp_path / "scratch", {0})
     logs.launch, logs.machines = "n1-1234", 2
     assert first_failure([lost_machines("Connection closed by peer")], logs).rank == 2

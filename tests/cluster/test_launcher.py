@@ -30,7 +30,7 @@ def ending(tmp_path, monkeypatch, capsys):
             raise error
 
         monkeypatch.setattr(rendezvous_handler_registry, "_registry", {})
-        logs = RankLogs(tmp_path / "logs", tmp_path, {0}, print)
+        logs = RankLogs(tmp_path / "logs", tmp_path, {0})
         logs.launch = "n1-1234"
         logs.exit_code_file.write_text("" if left is None else str(left))
         args = parse_torchrun(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "script"])

@@ -17,7 +17,7 @@ def test_what_a_rank_prints_does_not_steer_a_terminal(tmp_path):
     said = "50%\r100% größer \x1b]0;title\x07\u202e\n".encode() + b"\x9b2J\n"
     for number, marked in enumerate((False, True)):
         file = tmp_path / f"{number}.log"
-        stream = RankOutput(file, "a | ", outside, marked, deque(), print)
+        stream = RankOutput(file, "a | ", outside, marked, deque())
         for part in (said[:13], said[13:14], said[14:]):
             stream.write(part)
         shown = b""
@@ -36,24 +36,24 @@ def test_what_a_rank_prints_does_not_steer_a_terminal(tmp_path):
 
 
 def test_logs_that_are_deleted_begin_anew(tmp_path):
-    """Of a folder it is said once; a run folder that is gone stays so."""
-    deleted, folder = [], tmp_path / "run" / "logs"
+    """A run folder that is gone stays so."""
+    folder = tmp_path / "run" / "logs"
     folder.mkdir(parents=True)
     files = [folder / "rank-0.log", folder / "rank-0.log", folder / "rank-1.log"]
-    streams = [RankOutput(file, "", None, False, deque(), deleted.append) for file in files]
+    streams = [RankOutput(file, "", None, False, deque()) for file in files]
 
     def write(text):
         for stream in streams:
             stream.write(text + b"\n")
         return [file.read_text().split()[2::3] if file.exists() else None for file in files[1:]]
 
-    assert write(b"a") == [["a", "a"], ["a"]] and deleted == []
+    assert write(b"a") == [["a", "a"], ["a"]]
     shutil.rmtree(folder)
-    assert write(b"b") == [["b", "b"], ["b"]] and deleted == [folder]
+    assert write(b"b") == [["b", "b"], ["b"]]
     files[2].unlink()
-    assert write(b"c") == [["b", "b", "c", "c"], ["c"]] and deleted == [folder]
+    assert write(b"c") == [["b", "b", "c", "c"], ["c"]]
     shutil.rmtree(tmp_path / "run")
-    assert write(b"d") == [None, None] and deleted == [folder]
+    assert write(b"d") == [None, None]
     for stream in streams:
         stream.close()
 
@@ -61,7 +61,7 @@ def test_logs_that_are_deleted_begin_anew(tmp_path):
 def test_a_quiet_console_gets_warnings_and_errors_and_the_log_has_all(tmp_path, caplog, capfd):
     caplog.set_level(logging.WARNING, console.logger.name)
     for descriptor, marked in ((1, False), (2, False), (1, True)):
-        output = RankOutput(tmp_path / "0.log", "a | ", descriptor, marked, deque(), print)
+        output = RankOutput(tmp_path / "0.log", "a | ", descriptor, marked, deque())
         for part in (b"step 3\nwarn", b"ing: b\n"):
             output.write(part)
     assert capfd.readouterr() == ("warning: b\na | warning: b\n", "step 3\nwarning: b\n")
@@ -73,7 +73,7 @@ def test_a_traceback_goes_to_the_log_alone(tmp_path, capfd):
     traceback = b"[rank1]: Traceback (most recent call last):\n[rank1]:   File 1\n"
     for number, marked in enumerate((False, True)):
         file = tmp_path / f"{number}.log"
-        output = RankOutput(file, "a | ", 2, marked, deque(), print)
+        output = RankOutput(file, "a | ", 2, marked, deque())
         for part in (b"a bar 1%\ra bar", b" 2%\n", traceback, b"[rank1]: Err", b"or\nafter it\n"):
             output.write(part)
         shown = capfd.readouterr().err
@@ -86,7 +86,7 @@ def test_a_traceback_goes_to_the_log_alone(tmp_path, capfd):
 @needs_proc
 def test_starts_keep_nothing_open_and_lose_no_line(tmp_path):
     """A run of a month may start its ranks many times."""
-    logs = RankLogs(tmp_path / "logs", tmp_path, set(), print)
+    logs = RankLogs(tmp_path / "logs", tmp_path, set())
     env = {"MASTER_ADDR": "n", "MASTER_PORT": "1", "GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
     env |= {"TORCHELASTIC_RUN_ID": "a"}
     opened = []

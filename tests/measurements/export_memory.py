@@ -79,7 +79,7 @@ def save(size: str, folder: Path) -> None:
         config=asdict(config),
     )
     events = EventLog(None)
-    saver = Saver(config, layout, OwnedFolders(), events.add, events.deleted)
+    saver = Saver(config, layout, OwnedFolders(), events.add)
     saver.save(manifest, model_state(model.weights))
     saver.finish()
 

@@ -1,7 +1,5 @@
 """The events of a run: written whatever the disk does, read whatever a crash left."""
 
-import json
-
 from torchmars.records.events import EVENTS_FILE, EventLog, read_events
 
 
@@ -23,19 +21,6 @@ def test_a_line_that_was_cut_short_costs_no_other(tmp_path):
         file.write_bytes(whole + whole[:end])
         EventLog(tmp_path).add("saved", 7)
         assert [event.kind for event in read_events(file)] == ["started", "saved"]
-
-
-BROKEN = [("Infinity", 1), (1, "Infinity"), ("NaN", 1), (1, "-Infinity")]
-
-
-def test_lines_that_are_no_events_are_passed_over(tmp_path):
-    good = json.dumps({"time": 1.5, "event": "of a later version", "step": 3, "more": [1]})
-    bad = ["[]", "3", "{}", '{"time": "x", "event": "a", "step": 1}', "\x00\xff", ""]
-    bad += [f'{{"time": {time}, "event": "a", "step": {step}}}' for time, step in BROKEN]
-    (tmp_path / EVENTS_FILE).write_text("\n".join([*bad, good, *bad]))
-    [event] = read_events(tmp_path / EVENTS_FILE)
-    assert (event.time, event.facts) == (1.5, {"more": [1]})
-    assert read_events(tmp_path / "none") == []
 
 
 def test_a_file_that_cannot_be_written_disturbs_nobody(tmp_path):

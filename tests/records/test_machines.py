@@ -6,7 +6,7 @@ import time
 
 from torchmars.records.events import EVENTS_FILE, EventLog, machines_before, read_events
 from torchmars.records.lines import METRICS_FILE
-from torchmars.reports.events import event_words
+from torchmars.reports.page import event_words
 
 
 def test_who_has_left_and_joined_is_an_event_each(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, train_here, write_text
 from torchmars.records import speed
-from torchmars.records.events import EventLog
 from torchmars.records.lines import Journal
 from torchmars.records.metrics import Metrics
 from torchmars.records.speed import Throughput
@@ -24,8 +23,7 @@ def open_metrics(config, step=0, ranks=1, flops_per_token=100):
         torch.device("cpu"),
         config.training.global_batch_size * config.training.seq_len,
     )
-    file, events = config.run.path / "metrics.jsonl", EventLog(config.run.path)
-    journal = Journal(file, events.deleted)
+    journal = Journal(config.run.path / "metrics.jsonl")
     journal.rewind(step, True)
     speed = Throughput(step, tokens, flops_per_token, device, ranks)
     return Metrics(journal, [], speed, config.training.steps, device)

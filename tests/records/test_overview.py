@@ -47,7 +47,7 @@ def silent(folder, host):
 def test_how_a_run_ended(tmp_path, run, state):
     folder = listed_run(tmp_path / "run", **run)
     (folder / "lock").write_text(f"process 1 on {os.uname().nodename}, since 2026-01-01 00:00:00")
-    assert overview(folder).state == state
+    assert overview(folder)["state"] == state
 
 
 def test_a_run_whose_lock_is_held_runs(tmp_path):
@@ -59,19 +59,19 @@ def test_a_run_whose_lock_is_held_runs(tmp_path):
     ) as holder:
         assert holder.stdout.readline() == b"held\n"
         for _ in range(2):  # the first question takes nothing from the run
-            assert is_locked(file) is True and overview(folder).state == "running"
+            assert is_locked(file) is True and overview(folder)["state"] == "running"
         holder.stdin.close()
-    assert is_locked(file) is False and overview(folder).state == "stopped"
+    assert is_locked(file) is False and overview(folder)["state"] == "stopped"
 
 
 def test_where_locks_do_not_tell_recent_writes_do(tmp_path):
     folder = listed_run(tmp_path / "run", ["started"])
     silent(folder, "another-machine")
-    assert is_locked(folder / "lock") is None and overview(folder).state == "failed"
+    assert is_locked(folder / "lock") is None and overview(folder)["state"] == "failed"
     EventLog(folder).add("saved", 20)
-    assert overview(folder).state == "running"
+    assert overview(folder)["state"] == "running"
     EventLog(folder).add("stopped", 20)
-    assert overview(folder).state == "stopped"
+    assert overview(folder)["state"] == "stopped"
 
 
 def test_the_last_values_of_a_long_run(tmp_path):
@@ -79,13 +79,13 @@ def test_the_last_values_of_a_long_run(tmp_path):
     file = folder / "metrics.jsonl"
     with file.open("a") as stream:
         stream.write('{"step": 9001, "train/lo')
-    assert last_step(file) == 9000 and overview(folder).validation_loss is None
+    assert last_step(file) == 9000 and overview(folder)["validation_loss"] is None
     lines = file.read_text().splitlines()
     lines[0] = '{"step": 1, "validation/loss": 3.5}'
     file.write_text("\n".join(lines))
     found = overview(folder)
-    assert (found.step, found.loss, found.validation_loss) == (9000, 9000.0, 3.5)
-    assert found.tokens_per_second is None
+    assert (found["step"], found["loss"], found["validation_loss"]) == (9000, 9000.0, 3.5)
+    assert found["tokens_per_second"] is None
     assert last_step(folder / "none") == 0
 
 

@@ -244,16 +244,6 @@ def test_an_id_that_is_damaged_is_a_new_one(alone, server, kept):
     assert id != "a" and [step for step, _ in server.rows[id]] == [1, 2, 3]
 
 
-def test_the_id_of_wandbs_own_launcher_wins(alone, server, monkeypatch):
-    config = tiny_config(alone, metrics={"wandb": True})
-    used(config)
-    monkeypatch.setenv("WANDB_RUN_ID", "of-a-sweep")
-    used(config)
-    used(config, reached=3)
-    assert [*server.rows][1:] == ["of-a-sweep"]
-    assert [step for step, _ in server.rows["of-a-sweep"]] == [1, 2, 3]
-
-
 def netrc(home):
     (home / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
 

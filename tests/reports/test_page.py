@@ -9,8 +9,7 @@ import pytest
 from tests.support.records import made_comparison, made_run
 from torchmars.records.events import Event
 from torchmars.records.run import read_run
-from torchmars.reports.events import told
-from torchmars.reports.page import comparison_page, run_page, text
+from torchmars.reports.page import comparison_page, run_page, text, told
 
 HOSTILE = "</script><script>console.log('ran')</script><b>bold</b>"
 

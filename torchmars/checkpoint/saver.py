@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from torch import Tensor
 
-from torchmars.checkpoint.folder import checkpoints, step_folder
+from torchmars.checkpoint.folder import step_folder
 from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.owned import OwnedFolders
 from torchmars.checkpoint.retention import Retention
@@ -53,16 +53,13 @@ class Saver:
         layout: Layout,
         owned: OwnedFolders,
         record: Callable[..., None],
-        deleted: Callable[[int, PurePath], None],
     ) -> None:
         """`owned` names the folders that it may write in.
 
-        `record` is `EventLog.add`, for each checkpoint that is complete, and `deleted` is
-        `EventLog.deleted`, for a folder that is gone. A thread calls them.
+        `record` is `EventLog.add`, for each checkpoint that is complete. A thread calls it.
         """
         self.config, self.folder, self.owned = config.checkpoint, config.checkpoints, owned
-        self.record, self.deleted = record, deleted
-        self.had_some = layout.on_first(lambda: bool(checkpoints(self.folder)))
+        self.record = record
         # A save's collectives run beside the training's. They need a group of their own: in one
         # group the ranks would mix them up.
         self.layout = layout.with_own_control_group()
@@ -191,17 +188,14 @@ class Saver:
         self, manifest: CheckpointManifest, state: dict[str, Tensor], folder: PurePath
     ) -> CheckpointManifest:
         """Write a checkpoint. Return its complete manifest."""
-        staged = self.layout.on_first(lambda: self._stage(folder, manifest.step))
+        staged = self.layout.on_first(lambda: self._stage(folder))
         complete = replace(manifest, files=self.tensors.write(state, staged))
         self.layout.on_first(lambda: self._publish(complete, staged, folder))
         return complete
 
     @reporting_disk_errors()
-    def _stage(self, folder: PurePath, step: int) -> PurePath:
+    def _stage(self, folder: PurePath) -> PurePath:
         """Return the folder that `folder` is until it is complete."""
-        if self.had_some and not checkpoints(self.folder):
-            self.deleted(step, self.folder)
-            self.had_some = False
         self.retention.clear()
         return self.storage.stage(folder)
 
@@ -209,4 +203,3 @@ class Saver:
     def _publish(self, manifest: CheckpointManifest, staged: PurePath, folder: PurePath) -> None:
         self.owned.check()
         self.storage.publish(staged, folder, manifest.text())
-        self.had_some = True

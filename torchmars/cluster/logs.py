@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torchmars.cluster import process
 from torchmars.core.console import harmless, is_shown
 from torchmars.core.errors import EXIT_LEFT, EXIT_REGROUP
-from torchmars.core.files import is_at, is_gone, open_to_write
+from torchmars.core.files import is_at, open_to_write
 
 TRACEBACK = re.compile(rb"\[rank\d+\]: ")  # begins each line of a traceback of torch's
 LAST_LINES = 10  # of a rank, to be shown once it has failed
@@ -35,16 +34,13 @@ class RankLogs(DefaultLogsSpecs):
     lost of a rank that dies at once. Output that cannot be written anywhere is dropped.
     """
 
-    def __init__(
-        self, folder: Path, scratch: Path, shown: set[int], deleted: Callable[[Path], None]
-    ) -> None:
+    def __init__(self, folder: Path, scratch: Path, shown: set[int]) -> None:
         """Log to the run's `folder` of logs, by pipes in `scratch`.
 
-        `shown` are the local ranks whose output the console gets. `deleted` is told of the
-        folder if it turns out to be deleted while ranks print.
+        `shown` are the local ranks whose output the console gets.
         """
         super().__init__(log_dir=str(scratch))
-        self.folder, self.shown, self.deleted = folder, shown, deleted
+        self.folder, self.shown = folder, shown
         self.last: dict[int, deque[str]] = {}  # the last lines of each rank
         self.machines = self.ranks = 1
         self.launch = ""  # the same on all machines, another one at each start of the ranks
@@ -88,7 +84,6 @@ class RankLogs(DefaultLogsSpecs):
                     console if local in self.shown else None,
                     len(self.shown) > 1,
                     self.last[rank],
-                    self.deleted,
                 )
                 self.pipes.register(pipe, selectors.EVENT_READ, stream)
         self.ended.clear()
@@ -163,7 +158,6 @@ class RankOutput:
     console: int | None
     marked: bool
     last: deque[str]
-    deleted: Callable[[Path], None]
 
     def __post_init__(self) -> None:
         self.filtered = self.console == 1 and not is_shown()
@@ -208,15 +202,10 @@ class RankOutput:
             self.file = open_to_write(self.path, os.O_WRONLY | os.O_APPEND)
 
     def _begin_anew(self, former: int) -> None:
-        """Go on in a new file, unless the run's folder is gone with the `former` one.
-
-        Whoever finds that the folder of logs is gone makes it again, and tells of it.
-        """
-        folder, self.file = self.path.parent, None
-        if is_gone(folder):
-            with contextlib.suppress(OSError):
-                folder.mkdir()
-                self.deleted(folder)
+        """Go on in a new file, unless the run's folder is gone with the `former` one."""
+        self.file = None
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir()
         self._open()
         os.close(former)
 

@@ -101,8 +101,7 @@ def main(options: list[str] | None = None, config: ResolvedConfig | None = None)
         # gloo every second restart fails (torch 2.11 to 2.15). And the launcher must not listen.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         announce(args, secret)
-        folder, deleted = config.run.path / "logs", partial(record_deletion, config.run.path)
-        logs = RankLogs(folder, Path(scratch), shown, deleted)
+        logs = RankLogs(config.run.path / "logs", Path(scratch), shown)
         os.environ[EXIT_CODE_FILE] = str(logs.exit_code_file)
         hang, hang_seconds = config.run.hang, config.guards.hang_seconds
         record = partial(record_failure, config.run.path)
@@ -155,14 +154,6 @@ def announce(args: argparse.Namespace, secret: str | None) -> None:
     options = [*filter(None, [args.rdzv_conf]), f"usable={usable}", f"per_machine={ranks}"]
     options += [] if is_host is None else [f"is_host={is_host}"]
     args.rdzv_conf = ",".join(options)
-
-
-def record_deletion(folder: Path, path: Path) -> None:
-    """Say that logs were deleted, and add that to the events of the run in `folder`."""
-    step = 0
-    with contextlib.suppress(UserError):  # its metrics cannot be read
-        step = last_step(folder / METRICS_FILE)
-    EventLog(folder).deleted(step, path)
 
 
 def record_failure(folder: Path, failure: Failure) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.tables import table
 from torchmars.core.words import counted, duration, number_or_dash
 from torchmars.records.lines import warn_of_damage
-from torchmars.records.overview import Overview, find_runs, overview
+from torchmars.records.overview import find_runs, overview
 from torchmars.records.run import LINES
 
 HEADINGS = ("run", "step", "loss", "validation", "bits/byte", "tokens/s", "last write", "state")
@@ -47,48 +47,42 @@ def main() -> None:
             why = path_problem(folder, "folder") or "it does not exist"
             remedy = other_run(folder, "name a folder of runs")
             raise UserError(f"there are no runs in {folder} ({why}): {remedy}")
-        found: dict[Path, Overview | UserError] = {}
-        for run in find_runs(folder):
-            try:
-                found[run] = overview(run)
-            except UserError as error:
-                found[run] = error
+        found = {run: facts_of_run(run) for run in find_runs(folder)}
         if options.json is not None:
-            write_results(options.json, {"runs": [known_facts(*each) for each in found.items()]})
+            listed = [{"folder": str(run)} | facts for run, facts in found.items()]
+            write_results(options.json, {"runs": listed})
         if not found:
             say(f"there are no runs in {folder}")
             return
-        rows = [HEADINGS, *(run_row(run, each) for run, each in found.items())]
+        rows = [HEADINGS, *(run_row(str(run), facts) for run, facts in found.items())]
         say(*table(rows, right=range(1, len(HEADINGS) - 1)))
-        for run, each in found.items():
-            if isinstance(each, Overview):
-                warn_of_damage(run / LINES, each.damaged_lines)
+        for run, facts in found.items():
+            warn_of_damage(run / LINES, facts.get("damaged_lines", 0))
 
 
-def run_row(folder: Path, run: Overview | UserError) -> tuple[str, ...]:
+def facts_of_run(folder: Path) -> dict[str, Any]:
+    """Return the known facts on a run, or what is `damaged` of it."""
+    try:
+        return overview(folder)
+    except UserError as error:
+        return {"damaged": str(error)}
+
+
+def run_row(folder: str, facts: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a run."""
-    if isinstance(run, UserError):
-        return (str(folder), *[""] * (len(HEADINGS) - 2), f"damaged: {run}")
+    if "damaged" in facts:
+        return (folder, *[""] * (len(HEADINGS) - 2), f"damaged: {facts['damaged']}")
+    state, left, joined = facts["state"], facts["left"], facts["joined"]
+    if left or joined:
+        machines = counted(facts["machines"] or 0, "machine")
+        state += f", {machines} ({left} left, {joined} joined)"
     return (
-        str(folder),
-        f"{run.step:,}/{run.steps:,}",
-        number_or_dash(run.loss),
-        number_or_dash(run.validation_loss),
-        number_or_dash(run.bits_per_byte, ".3f"),
-        number_or_dash(run.tokens_per_second, ",.0f"),
-        f"{duration(time.time() - run.written)} ago",
-        f"{run.state}{machines_in_words(run)}",
+        folder,
+        f"{facts['step']:,}/{facts['steps']:,}",
+        number_or_dash(facts["loss"]),
+        number_or_dash(facts["validation_loss"]),
+        number_or_dash(facts["bits_per_byte"], ".3f"),
+        number_or_dash(facts["tokens_per_second"], ",.0f"),
+        f"{duration(time.time() - facts['written'])} ago",
+        state,
     )
-
-
-def machines_in_words(run: Overview) -> str:
-    """Return what became of the machines of a run while it went on, if something did."""
-    if not (run.left or run.joined) or run.machines is None:
-        return ""
-    return f", {counted(run.machines, 'machine')} ({run.left} left, {run.joined} joined)"
-
-
-def known_facts(folder: Path, run: Overview | UserError) -> dict[str, Any]:
-    """Return the known facts on a run, or its fault, for a file of JSON."""
-    facts = {"damaged": str(run)} if isinstance(run, UserError) else asdict(run)
-    return {"folder": str(folder)} | facts

@@ -3,21 +3,11 @@
 import contextlib
 import time
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal
 
-from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import is_gone
-from torchmars.records.lines import (
-    METRICS_FILE,
-    Journal,
-    Lines,
-    Row,
-    is_number,
-    last_step,
-    read_lines,
-)
+from torchmars.records.lines import METRICS_FILE, Journal, Lines, Row, last_step, read_lines
 
 EVENTS_FILE = "events.jsonl"
 
@@ -33,9 +23,7 @@ Kind = Literal[
     "stopped",
     "complete",
     "failed",
-    "deleted",
 ]
-END_OF_TIME = 253402214400.0  # the last day of the year 9999, with which calendars end
 
 
 @dataclass(frozen=True)
@@ -57,24 +45,12 @@ class EventLog:
 
     def __init__(self, folder: Path | None) -> None:
         """`folder` is the run's; None on all ranks except the first, which alone writes."""
-        self.journal = None if folder is None else Journal(folder / EVENTS_FILE, self.deleted)
+        self.journal = None if folder is None else Journal(folder / EVENTS_FILE)
 
     def add(self, kind: Kind, step: int, **facts: Any) -> None:
         """Add an event of now, after `step`. If the disk refuses it, it is left out."""
         if self.journal is not None:
             self.journal.write({"time": time.time(), "event": kind, "step": step} | facts)
-
-    def deleted(self, step: int, path: PurePath) -> None:
-        """Say that a file or folder of the run was deleted before `step`, and add the event.
-
-        Of a run folder that is gone itself nothing is said: that ends the run.
-        """
-        if not is_gone(path.parent):
-            say(
-                f"warning: {path} was deleted or moved while the run went on, and starts over",
-                error=True,
-            )
-            self.add("deleted", step, what=path.name)
 
 
 def read_events(file: Path) -> Lines[Event]:
@@ -83,11 +59,8 @@ def read_events(file: Path) -> Lines[Event]:
 
 
 def event_of(row: Row) -> Event:
-    """Return the event that a line tells. Raises `ValueError` for any other line."""
-    kind, step, seconds = row.pop("event", None), row.pop("step"), row.pop("time", None)
-    if type(kind) is not str or not is_number(seconds) or not 0 <= seconds <= END_OF_TIME:
-        raise ValueError("it has no time, or is no event")
-    return Event(kind, step, float(seconds), row)
+    """Return the event that a line tells. Raises for any other line."""
+    return Event(str(row.pop("event")), int(row.pop("step")), float(row.pop("time")), row)
 
 
 @dataclass(frozen=True)

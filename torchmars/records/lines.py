@@ -18,8 +18,6 @@ from torchmars.core.words import counted
 METRICS_FILE = "metrics.jsonl"
 T = TypeVar("T")
 Row = dict[str, Any]
-LARGEST_STEP = 10**15
-LARGEST = 10**150  # larger numbers overflow where they are added up or drawn
 
 
 class Journal:
@@ -28,26 +26,16 @@ class Journal:
     A line that the disk refuses is left out; the first time a warning is printed.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        deleted: Callable[[int, Path], None],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, file: Path, check: Callable[[], None] = lambda: None) -> None:
         """Append to `file`, which need not exist.
 
-        `deleted` is told of a step at which the file turns out to be deleted, see
-        `EventLog.deleted`. `check` raises where the file is another process's by now.
+        `check` raises where the file is another process's by now.
         """
-        self.file, self.deleted, self.check = file, deleted, check
-        self.began, self.warned = file.exists(), False
+        self.file, self.check, self.warned = file, check, False
 
     def write(self, row: Row) -> None:
-        """Append a line with a step and more. A file that was deleted begins again."""
+        """Append a line with a step and more."""
         self.check()
-        if self.began and is_gone(self.file):
-            self.began = False
-            self.deleted(row["step"], self.file)
         line = json.dumps(row).encode() + b"\n"
         self._open(lambda descriptor: append(descriptor, line))
 
@@ -67,7 +55,6 @@ class Journal:
         remedy = "make room, or set run.folder to a folder you can write"
         with file_errors(f"cannot write {self.file}", remedy):
             write_durably(self.file, "".join(kept))
-        self.began = True
 
     def _open(self, use: Callable[[int], None]) -> None:
         """Open the file for `use`, a new one if there is none."""
@@ -75,7 +62,6 @@ class Journal:
             descriptor = open_to_write(self.file, os.O_RDWR | os.O_APPEND)
             try:
                 use(descriptor)
-                self.began = True
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -116,8 +102,8 @@ class Lines(list[T]):
 def read_lines(file: Path, read: Callable[[Row], T]) -> Lines[T]:
     """Return the results of `read` for each line of a file; nothing if there is no file.
 
-    `read` raises `ValueError` for a line that is none of this file. Raises `UserError` if the file
-    cannot be read.
+    A line for which `read` raises any of the usual errors is none of this file. Raises `UserError`
+    if the file cannot be read.
     """
     found: Lines[T] = Lines()
     with file_errors(f"cannot read {file}"):
@@ -126,31 +112,18 @@ def read_lines(file: Path, read: Callable[[Row], T]) -> Lines[T]:
         with open_file(file) as stream:
             for line in stream:
                 try:
-                    found.append(read(parse_line(line)))
-                except (ValueError, RecursionError):
+                    found.append(read(json.loads(line)))
+                except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
                     # The last line may be one that is just being written.
                     found.damaged += line.endswith(b"\n") and bool(line.strip())
     return found
 
 
-def parse_line(line: bytes) -> Row:
-    """Return the object of a line that has a step. Raises `ValueError` for any other line."""
-    row = json.loads(line)
-    step = row.get("step") if isinstance(row, dict) else None
-    if type(step) is not int or not 0 <= step <= LARGEST_STEP:
-        raise ValueError("it has no step")
-    return row
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value of a line is a number that can be added up and drawn, or NaN."""
-    return type(value) in (int, float) and not abs(value) > LARGEST
-
-
 def measurements(row: Row) -> Row:
     """Return a line's step and measurements. Raises `ValueError` for anything but numbers."""
-    if not all(value is None or is_number(value) for value in row.values()):
-        raise ValueError("it has other things than numbers")
+    numbers = all(value is None or isinstance(value, int | float) for value in row.values())
+    if not numbers or type(row["step"]) is not int:
+        raise ValueError("it has other things than numbers, or no step")
     return row
 
 

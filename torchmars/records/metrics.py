@@ -10,7 +10,6 @@ import torch
 from torchmars.config import ResolvedConfig
 from torchmars.core.console import say
 from torchmars.parallel.layout import Layout
-from torchmars.records.events import EventLog
 from torchmars.records.lines import METRICS_FILE, Journal, last_step
 from torchmars.records.speed import Throughput, peak_memory
 from torchmars.records.trackers import Tracker, open_trackers
@@ -129,14 +128,13 @@ def open_metrics(
     step: int,
     validated: bool,
     flops_per_token: int,
-    events: EventLog,
     check: Callable[[], None],
     write: bool = True,
 ) -> Metrics:
     """Open the targets of a run's reports, to continue after `step`. Called by every rank.
 
     The lines of later steps are dropped, and of a validation after `step` unless it was
-    `validated`. `events` are told if metrics.jsonl is deleted. `check` is `OwnedFolders.check_run`.
+    `validated`. `check` is `OwnedFolders.check_run`.
     With `write` False no file is opened, and nothing is reported. Raises `UserError` on every rank
     if a file cannot be written.
     """
@@ -146,7 +144,7 @@ def open_metrics(
     )
 
     def open_files() -> tuple[Journal, list[Tracker]]:
-        journal = Journal(config.run.path / METRICS_FILE, events.deleted, check)
+        journal = Journal(config.run.path / METRICS_FILE, check)
         reached = last_step(journal.file)
         journal.rewind(step, validated)
         return journal, open_trackers(config, step, reached)

@@ -3,9 +3,8 @@
 import contextlib
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
@@ -20,52 +19,30 @@ SILENT_SECONDS = 600.0
 BEGIN_AND_END = ("started", "stopped", "complete", "failed")
 
 
-@dataclass(frozen=True)
-class Overview:
-    """How far a run is, by the last that it has written."""
+def overview(folder: Path) -> dict[str, Any]:
+    """Return how far the run in `folder` is, by the last that it has written: facts by name.
 
-    state: State
-    step: int
-    """The last step that it has reported."""
-    steps: int
-    """How many it is to have."""
-    loss: float | None
-    validation_loss: float | None
-    bits_per_byte: float | None
-    """The validation loss, for each byte of text."""
-    tokens_per_second: float | None
-    written: float
-    """When it wrote last, in seconds since 1970."""
-    damaged_lines: int
-    """How many lines were left out."""
-    machines: int | None = None
-    """On how many it was started last."""
-    left: int = 0
-    """How often one has left it, or was lost, while the others went on."""
-    joined: int = 0
-    """How often one has joined it."""
-
-
-def overview(folder: Path) -> Overview:
-    """Return how far the run in `folder` is. Raises `UserError` if it is damaged, or none."""
+    Numbers that are not known are None. `written` is in seconds since 1970; `machines` is how many
+    the run was started on last, `left` and `joined` how often one has left and joined it. Raises
+    `UserError` if the run is damaged, or none.
+    """
     run = read_run(folder)
     kinds = [event.kind for event in run.events]
     starts = [event.facts for event in run.events if event.kind == "started"]
-    machines = starts[-1].get("machines") if starts else None
-    return Overview(
-        state_of(run),
-        run.last_step,
-        run.steps,
-        last_value(run, "train/loss"),
-        last_value(run, "validation/loss"),
-        last_value(run, BITS),
-        last_value(run, SPEED),
-        last_written(folder),
-        run.damaged,
-        machines if isinstance(machines, int) else None,
-        kinds.count("left"),
-        kinds.count("joined"),
-    )
+    return {
+        "state": state_of(run),
+        "step": run.last_step,
+        "steps": run.steps,
+        "loss": last_value(run, "train/loss"),
+        "validation_loss": last_value(run, "validation/loss"),
+        "bits_per_byte": last_value(run, BITS),
+        "tokens_per_second": last_value(run, SPEED),
+        "written": last_written(folder),
+        "damaged_lines": run.damaged,
+        "machines": starts[-1].get("machines") if starts else None,
+        "left": kinds.count("left"),
+        "joined": kinds.count("joined"),
+    }
 
 
 def last_value(run: Run, name: str) -> float | None:
@@ -77,10 +54,11 @@ def last_value(run: Run, name: str) -> float | None:
 def is_complete(config: ResolvedConfig) -> bool:
     """Return whether the run of a config has made all the steps that the config asks for."""
     with contextlib.suppress(UserError):
-        found = overview(config.run.path)
-        if found.state == "complete":
-            return found.steps >= config.training.steps
-        return found.state == "stopped" and found.step >= config.training.last_step
+        run = read_run(config.run.path)
+        state, training = state_of(run), config.training
+        if state == "complete":
+            return run.steps >= training.steps
+        return state == "stopped" and run.last_step >= training.last_step
     return False
 
 

@@ -19,6 +19,7 @@ from torchmars.records.events import EVENTS_FILE, Event, read_events
 from torchmars.records.lines import (
     METRICS_FILE,
     Lines,
+    Row,
     measurements,
     read_lines,
     warn_of_damage,
@@ -26,7 +27,6 @@ from torchmars.records.lines import (
 
 CONFIG_FILE = "config.toml"
 LINES = "*.jsonl"  # its files of lines, in what is said of them
-LARGEST = 10**15  # counts of steps and of a step's tokens are smaller
 BITS = "validation/bits_per_byte"
 TOKENS, SPEED, SKIPPED = "train/tokens", "train/tokens_per_second", "train/skipped_steps"
 
@@ -56,9 +56,24 @@ class Run:
         return self.folder.name
 
     @cached_property
+    def rows(self) -> Lines[Row]:
+        """The lines of metrics.jsonl, in their order."""
+        return read_lines(self.folder / METRICS_FILE, measurements)
+
+    @cached_property
     def series(self) -> dict[str, Series]:
         """Every measurement in metrics.jsonl, by name, such as train/loss."""
-        return self._metrics[0]
+        found: dict[str, tuple[list[int], list[float | None]]] = {}
+        for row in self.rows:
+            for name, value in row.items():
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(row["step"])
+                values.append(value)
+        found.pop("step", None)
+        return {
+            name: Series(np.array(steps, np.int64), np.array(values, np.float64))  # None is NaN
+            for name, (steps, values) in found.items()
+        }
 
     @cached_property
     def events(self) -> Lines[Event]:
@@ -72,11 +87,7 @@ class Run:
     @property
     def damaged(self) -> int:
         """How many lines of its metrics and events are damaged, and left out."""
-        return self._metrics[1] + self.events.damaged
-
-    @cached_property
-    def _metrics(self) -> tuple[dict[str, Series], int]:
-        return read_series(self.folder / METRICS_FILE)
+        return self.rows.damaged + self.events.damaged
 
     def finite(self, name: str) -> NDArray[np.float64]:
         """Return the finite values of a measurement, none where there is no such measurement."""
@@ -91,7 +102,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """The last step that it has reported, 0 without one."""
-        return max((int(series.steps[-1]) for series in self.series.values()), default=0)
+        return max((row["step"] for row in self.rows), default=0)
 
     @property
     def skipped(self) -> Series:
@@ -113,13 +124,8 @@ class Run:
         reported = self.series.get(TOKENS)
         if reported is None:
             training = self.config["training"]
-            sizes = training.get("global_batch_size"), training.get("seq_len")
-            if not all(type(size) is int and 0 < size < LARGEST for size in sizes):
-                raise UserError(
-                    f"{self.folder / CONFIG_FILE} has no training.global_batch_size or no "
-                    "training.seq_len: restore it, or leave this run out"
-                )
-            return np.asarray(steps, np.float64) * sizes[0] * sizes[1]
+            tokens_per_step = training["global_batch_size"] * training["seq_len"]
+            return np.asarray(steps, np.float64) * tokens_per_step
         known = np.isfinite(reported.values)
         return interpolated(steps, reported.steps[known], reported.values[known])
 
@@ -165,8 +171,7 @@ def read_run(folder: str | Path) -> Run:
         raise UserError(f"{folder} is not the folder of a run: {why}: {other_run(folder)}")
     config = read_toml(file)
     training = config.get("training")
-    steps = training.get("steps") if isinstance(training, dict) else None
-    if type(steps) is not int or not 0 <= steps < LARGEST:
+    if not isinstance(training, dict) or "steps" not in training:
         raise UserError(f"{folder} is not the folder of a run: {file} has no training.steps")
     return Run(folder, config)
 
@@ -181,23 +186,3 @@ def read_runs(folders: list[Path]) -> list[Run]:
     for folder in others:
         say(f"left out {folder}: it has no {CONFIG_FILE}, so it is not the folder of a run")
     return [read_run(folder) for folder in folders if folder not in others]
-
-
-def read_series(file: Path) -> tuple[dict[str, Series], int]:
-    """Return the measurements in metrics.jsonl by name, and how many lines are damaged.
-
-    Raises `UserError` if the file cannot be read.
-    """
-    rows = read_lines(file, measurements)
-    found: dict[str, tuple[list[int], list[float | None]]] = {}
-    for row in rows:
-        step = row.pop("step")
-        for name, value in row.items():
-            steps, values = found.setdefault(name, ([], []))
-            steps.append(step)
-            values.append(value)
-    series = {
-        name: Series(np.array(steps, np.int64), np.array(values, np.float64))  # None becomes NaN
-        for name, (steps, values) in found.items()
-    }
-    return series, rows.damaged

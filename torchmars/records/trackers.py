@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from torchmars.begin import is_missing
 from torchmars.config import MetricsConfig, ResolvedConfig
@@ -23,16 +22,6 @@ LOCAL_MODES = ("offline", "disabled", "dryrun")  # of W&B, which need no account
 # folder, for `wandb sync`.
 FINISH_SECONDS = 300
 WANDB_FILE = "wandb_run"  # in the run's folder: its id at W&B, and the last step that is there
-
-
-class Tracker(Protocol):
-    """The interface of every tracker. Those of other packages may raise anything."""
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Add the measurements of a step."""
-
-    def close(self) -> None:
-        """Write pending numbers, and end."""
 
 
 class TensorBoard:
@@ -86,29 +75,31 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-class Guarded:
+class Tracker:
     """A tracker that ends no run: a failure of it is told once, and then it gets nothing more."""
 
-    def __init__(self, option: str, open: Callable[[], Tracker]) -> None:
+    def __init__(self, option: str, open: Callable[[], TensorBoard | WeightsAndBiases]) -> None:
         """`open` the tracker that the config asks for by `option`."""
         self.option = option
-        self.tracker: Tracker | None = None
+        self.tracker: TensorBoard | WeightsAndBiases | None = None
         with self._told():
             self.tracker = open()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        if self.tracker is not None:
-            with self._told():
+        """Add the measurements of a step."""
+        with self._told():
+            if self.tracker is not None:
                 self.tracker.write(step, values)
 
     def close(self) -> None:
-        if self.tracker is not None:
-            with self._told():
+        """Write pending numbers, and end."""
+        with self._told():
+            if self.tracker is not None:
                 self.tracker.close()
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Tell a failure of the body, and use the tracker no more."""
+        """Tell a failure of the body, and use the tracker no more. It may raise anything."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -127,11 +118,11 @@ def open_trackers(config: ResolvedConfig, step: int, reached: int) -> list[Track
     The run has reported up to step `reached` before. It takes the whole config, since Weights &
     Biases shows it.
     """
-    trackers: list[Tracker] = []
+    trackers = []
     if config.metrics.tensorboard:
-        trackers.append(Guarded("metrics.tensorboard", partial(TensorBoard, config, step)))
+        trackers.append(Tracker("metrics.tensorboard", partial(TensorBoard, config, step)))
     if config.metrics.wandb:
-        trackers.append(Guarded("metrics.wandb", partial(WeightsAndBiases, config, reached)))
+        trackers.append(Tracker("metrics.wandb", partial(WeightsAndBiases, config, reached)))
     return trackers
 
 
@@ -139,14 +130,11 @@ def wandb_run(file: Path, reached: int) -> tuple[str, int]:
     """Return a run's id at W&B, and the last step that is there; keep both in `file`.
 
     They are those of `file`, or new ones. Steps up to `reached` have come since they were kept.
-    WANDB_RUN_ID, which W&B's own launchers set, wins.
     """
-    given = os.environ.get("WANDB_RUN_ID")
-    id, last = given or secrets.token_hex(8), 0
+    id, last = secrets.token_hex(8), 0
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
         kept, step = read_text(file).split()
-        if given in (None, "", kept):
-            id, last = kept, max(int(step), reached)
+        id, last = kept, max(int(step), reached)
     with contextlib.suppress(OSError):  # W&B's server knows the last step too
         write_durably(file, f"{id} {last}\n")
     return id, last

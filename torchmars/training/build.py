@@ -78,7 +78,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         lines = introduction(config, layout, *abilities, *whole, data, resumed)
         scorer = Scorer(model, layout, tokenizer, config.evaluation.batch_size)
         questions = layout.on_first(lambda: evaluation_tasks(config))
-        metrics, before = open_reports(config, layout, checkpointer, resumed.state, events)
+        metrics, before = open_reports(config, layout, checkpointer, resumed.state)
         reporter = RunReporter(
             config, model, optimizer, data, loader, metrics, events, lines, before
         )
@@ -188,7 +188,6 @@ def open_reports(
     layout: Layout,
     checkpointer: Checkpointer,
     state: RunState,
-    events: EventLog,
 ) -> tuple[Metrics, MachinesBefore | None]:
     """Open the files of the run's reports, unless it is complete.
 
@@ -205,7 +204,6 @@ def open_reports(
         step=state.step,
         validated=state.validation_loss is not None,
         flops_per_token=checkpointer.model.whole.flops_per_token(),
-        events=events,
         check=checkpointer.saver.owned.check_run,
         write=not complete,
     )

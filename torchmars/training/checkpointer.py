@@ -82,13 +82,7 @@ class Checkpointer:
         self.whole_optimizer = build_optimizer(config, self.model.whole)
         """The optimizer of the whole model, without memory."""
         self.data, self.fingerprint = data, data.fingerprint()
-        self.saver = Saver(
-            config,
-            self.layout,
-            OwnedFolders(),
-            record=events.add,
-            deleted=events.deleted,
-        )
+        self.saver = Saver(config, self.layout, OwnedFolders(), record=events.add)
         self.memory: MemoryCopies | None = None
 
     @contextlib.contextmanager
