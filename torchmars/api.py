@@ -38,8 +38,7 @@ from torchmars.models import Model, title
 from torchmars.planning import plan as plans
 from torchmars.planning.report import plan_in_words
 from torchmars.records.run import Run, read_run
-from torchmars.training.build import build_trainer
-from torchmars.training.determinism import apply_determinism
+from torchmars.training.build import apply_determinism, build_trainer
 from torchmars.training.preparation import prepare_run
 
 Config = str | Path | Sequence[str | Path] | ResolvedConfig

@@ -28,7 +28,6 @@ from torchmars.core.errors import (
     report_failure,
 )
 from torchmars.core.timers import unless_done_in
-from torchmars.training.determinism import apply_determinism
 
 # How long a rank may take to leave the others once the run has ended.
 LEAVE_SECONDS = 60.0
@@ -46,7 +45,7 @@ def main() -> None:
         process.check_devices()
         keep_compiled_in(config.run.compile_cache)
         from torchmars.cluster import connection, startup  # they bring torch's compiler
-        from torchmars.training.build import build_trainer
+        from torchmars.training.build import apply_determinism, build_trainer
 
         apply_determinism(config.training)
 

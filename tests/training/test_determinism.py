@@ -22,8 +22,9 @@ from torchmars import train
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
+from torchmars.core.device import MAKERS
 from torchmars.core.errors import UserError
-from torchmars.training.determinism import VARIABLES, apply_determinism, kept_variables
+from torchmars.training.build import apply_determinism
 
 # By torch's documentation of use_deterministic_algorithms: what raises an error on CUDA then, and
 # `cumsum` of floats.
@@ -58,7 +59,7 @@ def settings():
         "reduced": products.allow_bf16_reduced_precision_reduction
         or products.allow_fp16_reduced_precision_reduction,
         "tf32": products.allow_tf32,
-        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "variables": {name: os.environ.get(name) for name in MAKERS["cuda"].deterministic},
     }
 
 
@@ -100,16 +101,6 @@ def test_a_rank_is_deterministic_before_cuda_and_nccl_start(tmp_path):
             "NCCL_COLLNET_ENABLE": "0",
         },
     }
-
-
-def test_what_the_environment_says_is_kept_and_told(tmp_path):
-    training = tiny_config(tmp_path, training={"deterministic": True}).training
-    with pytest.raises(UserError, match="needs CUBLAS_WORKSPACE_CONFIG = .* got ':8:8': unset it"):
-        apply_determinism(training, {"CUBLAS_WORKSPACE_CONFIG": ":8:8"})
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert kept_variables(VARIABLES) is None and kept_variables({}) is None
-    text = kept_variables(VARIABLES | {"NCCL_ALGO": "Ring", "NCCL_PROTO": "simple"})
-    assert text.startswith("training.deterministic: NCCL_ALGO = Ring was set before and is kept")
 
 
 class Operations(TorchDispatchMode):

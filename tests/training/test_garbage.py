@@ -5,7 +5,7 @@ import weakref
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, train_here, write_text
-from torchmars.training.garbage import GarbageCollection
+from torchmars.training.trainer import GarbageCollection
 
 
 class Cycle:

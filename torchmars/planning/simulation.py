@@ -29,8 +29,7 @@ from torchmars.planning.memory import bytes_of
 from torchmars.planning.passes import EDGE, Passes, make_passes, unlike_blocks
 from torchmars.planning.pipeline import Action, Effects, actions_of_ranks, peak_of
 from torchmars.planning.traffic import TrafficCounter
-from torchmars.training.ema import MovingAverage
-from torchmars.training.optimizer import build_optimizer
+from torchmars.training.optimizer import MovingAverage, build_optimizer
 
 
 @dataclass

@@ -1,17 +1,20 @@
 """Builds a run on its ranks: its parts are made in the order in which they need each other."""
 
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import newest_config
 from torchmars.cluster import process
-from torchmars.config import ResolvedConfig
+from torchmars.config import ResolvedConfig, TrainingConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.dtypes import resolve_dtypes
-from torchmars.core.device import is_gpu
+from torchmars.core.device import MAKERS, add_up_in_float32, is_gpu
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows
 from torchmars.data.named_tokenizers import load_tokenizer
@@ -31,13 +34,32 @@ from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.records.events import EventLog, MachinesBefore, machines_before
 from torchmars.records.metrics import Metrics, open_metrics
 from torchmars.training.checkpointer import Checkpointer, RunState
-from torchmars.training.ema import MovingAverage
-from torchmars.training.optimizer import build_optimizer
+from torchmars.training.optimizer import MovingAverage, build_optimizer
 from torchmars.training.preparation import evaluation_tasks, prepare_data, write_settings
 from torchmars.training.reporter import RunReporter
 from torchmars.training.summary import introduction
 from torchmars.training.trainer import Trainer
 from torchmars.training.validation import Validation
+
+
+def apply_determinism(training: TrainingConfig) -> None:
+    """Let this process compute as `training.deterministic` says, before any GPU is used.
+
+    A sum whose order is left to threads differs in its last bits from time to time. On GPUs these
+    are sums by atomic additions, kernels that are chosen by their time, and collectives in a
+    switch. Variables that are set already stay.
+    """
+    if not training.deterministic:
+        return
+    for maker in MAKERS.values():
+        for name, value in maker.deterministic.items():
+            os.environ.setdefault(name, value)
+    # An operation that knows no one order raises an error. Torch's compiler then chooses kernels by
+    # rules instead of by their time.
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads such memory. mypy does not know the name, a property of the module.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    add_up_in_float32()
 
 
 class Abilities(NamedTuple):

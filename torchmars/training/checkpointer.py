@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
+from typing import Literal
 
 from torch import Tensor
 
@@ -15,20 +16,21 @@ from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.memory import OPTION
 from torchmars.checkpoint.memory.copies import MemoryCopies
 from torchmars.checkpoint.owned import OwnedFolders
-from torchmars.checkpoint.resume import check_same_run, newest_good
+from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
 from torchmars.checkpoint.saver import Saver
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
+from torchmars.core.places import place
 from torchmars.data.mixture import Mixture
 from torchmars.data.shares import Shares, shares_from_start
-from torchmars.exchange.initial import init_from
+from torchmars.exchange.initial import init_from, open_source, weights_of
+from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.records.events import EventLog
-from torchmars.training.ema import MovingAverage
 from torchmars.training.guards import recent
-from torchmars.training.optimizer import build_optimizer
+from torchmars.training.optimizer import MovingAverage, build_optimizer
 
 
 @dataclass
@@ -262,3 +264,21 @@ def weight_changes(names: list[str], was: Shares, now: Shares) -> list[str]:
         for name, old, new in zip(names, was.weights, now.weights)
         if old != new
     ]
+
+
+def check_resume(config: ResolvedConfig, data: Mixture, model: Model) -> None:
+    """Raise `UserError` if the run can neither resume from a checkpoint of its own nor start.
+
+    `model` is on the meta device. The bytes of checkpoints are left to the ranks.
+    """
+    level: Literal["off", "size"] = "off" if config.checkpoint.verify == "off" else "size"
+    found = newest_good(
+        checkpoints(config.checkpoints),
+        lambda path: read_verified(path, level),
+        warn=lambda text: None,
+    )
+    if found:
+        optimizer = build_optimizer(config, model)
+        check_same_run(*found, config, data.fingerprint(), optimizer)
+    elif (source := config.checkpoint.init_from) and weights_of(source, model) is None:
+        open_source(place(source), "size", model)

@@ -36,11 +36,9 @@ class Ending:
     """The exit code that it leaves for its launcher."""
     save: bool = False
     """Whether a checkpoint has to be complete. Else a copy in memory has to, where there is one."""
-    hurry: bool = False
-    """Whether a machine has to end: what else is due after the step is left out."""
 
 
-STOP = Ending(EXIT_STOPPED, save=True, hurry=True)
+STOP = Ending(EXIT_STOPPED, save=True)
 JOIN = Ending(EXIT_REGROUP)
 
 
@@ -102,4 +100,4 @@ def leaving(layout: Layout) -> Ending:
     if ways not in (["copy"], ["save"]):
         return STOP
     code = EXIT_LEFT if process.machine_rank() in sent else EXIT_REGROUP
-    return Ending(code, save=ways == ["save"], hurry=True)
+    return Ending(code, save=ways == ["save"])

@@ -1,4 +1,4 @@
-"""The optimizer of a run, on any device, the meta device included, and its schedules."""
+"""The optimizer of a run, on any device, the meta device included; its schedule; an average."""
 
 from collections.abc import Mapping
 
@@ -10,6 +10,7 @@ from torchmars.core.errors import UserError
 from torchmars.models import Model
 from torchmars.models.base import factors_of
 from torchmars.optim import MARS, lr_factor, param_groups
+from torchmars.optim.tensors import local_part, unwrapped
 from torchmars.parallel.layout import Layout
 
 
@@ -71,3 +72,29 @@ class Schedule:
         for group, lr in zip(self.optimizer.param_groups, self.began):
             group["lr"] = lr * factor
         return peak * factor
+
+
+class MovingAverage:
+    """An exponential moving average of `weights`, by name, sharded as they are.
+
+    After each step it is `decay` times itself and `1 - decay` times the weights (Polyak and
+    Juditsky 1992, with exponential weights). It begins as the weights are.
+    """
+
+    @torch.no_grad()
+    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        self.decay = decay
+        self.values = {name: unwrapped(weight).clone() for name, weight in weights.items()}
+        """The average of each weight."""
+        self._ours = [local_part(value) for value in self.values.values()]
+        self._weights = [local_part(weight) for weight in weights.values()]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin with the weights as they are now."""
+        torch._foreach_copy_(self._ours, self._weights)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights that a step has made, in one fused pass."""
+        torch._foreach_lerp_(self._ours, self._weights, 1 - self.decay)

@@ -8,7 +8,7 @@ from torchmars.cluster import process
 from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import check_writable, write_durably
 from torchmars.core.words import counted
 from torchmars.data.manifest import DataManifest, has_manifest, read_manifest
@@ -38,7 +38,7 @@ def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) 
     for number in numbers:
         check_layout(config, config.parallelism.degrees(number), model)
     for text in untrained(config, model):
-        say("\n".join(labelled("warning", text)))
+        say(*labelled("warning", text))
     check_trackers(config.metrics)
     check_package(config.training.float8)
     evaluation_tasks(config)
@@ -54,7 +54,7 @@ def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) 
 
         build_optimizer(config, model)
     if checkpoints(config.checkpoints) or config.checkpoint.init_from:
-        from torchmars.training.resumption import check_resume
+        from torchmars.training.checkpointer import check_resume
 
         check_resume(config, data, model)
     for part in data.parts:
@@ -126,12 +126,8 @@ def write_settings(config: ResolvedConfig) -> None:
         own = config.checkpoint.folder is None
         check_writable(config.checkpoints, "run.folder" if own else "checkpoint.folder")
     tokenizer = load_tokenizer(config.data.tokenizer)
-    try:
+    with file_errors(f"cannot write to {folder}", "set run.folder to a folder you can write"):
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(folder / "config.toml", config_text(config))
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.copy_to(config.run.tokenizer)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror}: set run.folder to a folder you can write"
-        ) from None

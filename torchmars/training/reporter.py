@@ -1,7 +1,5 @@
 """The reports of a run: lines on the console, metrics, and events."""
 
-from typing import Any
-
 from torch import Tensor
 
 from torchmars.cluster import process
@@ -45,32 +43,19 @@ class RunReporter:
 
     def announce(self) -> None:
         """Print the lines that describe the run."""
-        for line in self.introduction:
-            self.layout.say(line)
+        self.layout.say(*self.introduction)
 
     def report_start(self, resumed: Resumed) -> None:
         """Report that the run begins to train, from where it is `resumed`."""
-        names: dict[str, Any] = (
-            self._report_machines(resumed.state.step) if process.fewest_ranks() else {}
-        )
-        self.events.add(
-            "started",
-            resumed.state.step,
-            ranks=self.layout.world.size,
-            machines=process.machines(),
-            origin=resumed.origin,
-            changes=resumed.changes,
-            **names,
-        )
-
-    def _report_machines(self, step: int) -> dict[str, Any]:
-        """Report which machines have left and joined before the start after `step`; name all."""
-        names = frozenset(self.layout.gather(process.node))
-        meeting = process.meeting()
-        if self.before is not None and self.before.meeting == meeting:
-            values = self.before.add_changes(self.events, step, names)
-            self.metrics.write(step, "machines", values)
-        return {"names": sorted(names), "meeting": meeting}
+        step, facts = resumed.state.step, {"origin": resumed.origin, "changes": resumed.changes}
+        if process.fewest_ranks():
+            names, meeting = frozenset(self.layout.gather(process.node)), process.meeting()
+            if self.before is not None and self.before.meeting == meeting:
+                values = self.before.add_changes(self.events, step, names)
+                self.metrics.write(step, "machines", values)
+            facts |= {"names": sorted(names), "meeting": meeting}
+        ranks, machines = self.layout.world.size, process.machines()
+        self.events.add("started", step, ranks=ranks, machines=machines, **facts)
 
     def report(self, state: RunState, mean: Tensor, lr: float) -> dict[str, float]:
         """Report a step with this rank's `mean` loss; return the optimizer's telemetry.
@@ -87,17 +72,13 @@ class RunReporter:
         figures = self.model.balance.figures() | self.model.attention_logits.figures()
         self.metrics.train(state.step, loss, bits, lr, telemetry | read | figures)
         if self.data.names:
-            self.metrics.write(state.step, "data", self._read(state))
+            values: dict[str, float] = {}
+            for part, count in zip(self.data.parts, state.shares.counts(state.position)):
+                tokens = count * self.training.seq_len
+                values[f"{part.name}/tokens"] = tokens
+                values[f"{part.name}/epochs"] = tokens / part.manifest.splits["train"].tokens
+            self.metrics.write(state.step, "data", values)
         return telemetry
-
-    def _read(self, state: RunState) -> dict[str, float]:
-        """Return the tokens read of each part of the mixture so far, and how often that is all."""
-        values: dict[str, float] = {}
-        for part, count in zip(self.data.parts, state.shares.counts(state.position)):
-            tokens = count * self.training.seq_len
-            values[f"{part.name}/tokens"] = tokens
-            values[f"{part.name}/epochs"] = tokens / part.manifest.splits["train"].tokens
-        return values
 
     def report_spike(self, loss: float, state: RunState) -> None:
         """Report an outlier, the loss of the step after `state.step`."""
@@ -150,7 +131,7 @@ class RunReporter:
                 ["plot", run],
                 ["export", run, target, *plugins],
             ]
-            self.layout.say("\n".join(next_commands(*(["torchmars", *each] for each in commands))))
+            self.layout.say(*next_commands(*(["torchmars", *each] for each in commands)))
 
     def _say(self, label: str, text: str) -> None:
-        self.layout.say("\n".join(labelled(label, text)))
+        self.layout.say(*labelled(label, text))

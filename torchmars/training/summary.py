@@ -1,9 +1,6 @@
 """Lines for the console that describe a run before it starts."""
 
-import re
 from typing import Any
-
-import torch
 
 from torchmars.checkpoint.folder import step_folder
 from torchmars.config import ResolvedConfig, TrainingConfig
@@ -22,9 +19,6 @@ from torchmars.optim.rules import RULES, variance_reduced
 from torchmars.optim.settings import Choice, Flag
 from torchmars.parallel.layout import Layout
 from torchmars.training.checkpointer import Resumed
-from torchmars.training.determinism import kept_variables
-
-TESTED = ("2.11", "2.15")  # torch, from and to: the range of pyproject.toml
 
 
 def introduction(
@@ -44,10 +38,6 @@ def introduction(
     """
     lines = labelled("run", f"{config.run.path}, seed {config.run.seed}")
     lines += summary(config, layout, model, optimizer)
-    if unknown := torch_warning(torch.__version__):
-        lines += labelled("warning", unknown)
-    if config.training.deterministic and (kept := kept_variables()):
-        lines += labelled("warning", kept)
     slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
     if slow and not native_bfloat16:
         lines += labelled("warning", slow)
@@ -58,16 +48,6 @@ def introduction(
     lines += continuation(config, resumed)
     note = eager_note(config, layout.device, compiles, layout.group("tp").size)
     return lines + labelled("note", note) if note else lines
-
-
-def torch_warning(version: str) -> str:
-    """Return in a line that a version of torch was not tested; nothing for one that was."""
-    found, oldest, newest = (
-        [int(number) for number in re.findall("[0-9]+", each)[:2]] for each in (version, *TESTED)
-    )
-    if oldest <= found <= newest:
-        return ""
-    return f"torch {version}: torchmars was tested with torch {TESTED[0]} to {TESTED[1]}"
 
 
 def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MARS) -> list[str]:
@@ -134,25 +114,22 @@ def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[
 
 def continuation(config: ResolvedConfig, resumed: Resumed) -> list[str]:
     """Return where the run resumes, in lines; none for a new run."""
-    step, steps = resumed.state.step, config.training.steps
+    step, training = resumed.state.step, config.training
     if resumed.origin is None:
         return []
-    last = step >= config.training.last_step
-    effect = ": has no effect, for nothing is trained" if last else ""
+    done = step >= training.last_step
+    effect = ": has no effect, for nothing is trained" if done else ""
     lines = [line for change in resumed.changes for line in labelled("changed", change + effect)]
-    if not last:
+    if not done:
         return lines + labelled("continue", resumed.origin)
-    if step < steps:
-        remedy = "raise it, or leave it out, to go on"
-        stop = f"training.stop_after = {config.training.last_step}"
-        at = stop if step == config.training.last_step else f"step {step}, past {stop}"
-        return lines + labelled("stopped", f"at {at}: {remedy}")
-    done = f"all {steps} steps are done" if step == steps else f"{step} steps are done, of {steps}"
-    return lines + labelled(
-        "complete",
-        f"{done}: {step_folder(config.checkpoints, step)}. "
-        f"To go on: --training.steps {step + steps}",
-    )
+    if step < training.steps:
+        stop = (
+            f"at training.stop_after = {training.stop_after}: raise it, or leave it out, to go on"
+        )
+        return lines + labelled("stopped", stop)
+    folder, more = step_folder(config.checkpoints, step), step + training.steps
+    all_done = f"all {training.steps} steps are done: {folder}"
+    return lines + labelled("complete", f"{all_done}. To go on: --training.steps {more}")
 
 
 def group_table(groups: list[dict[str, Any]]) -> list[str]:

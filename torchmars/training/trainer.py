@@ -1,5 +1,6 @@
 """The training loop, in time order."""
 
+import gc
 from dataclasses import astuple
 
 from torch import Tensor
@@ -18,14 +19,14 @@ from torchmars.parallel.layout import FlagExchange
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.records.speed import OTHER
 from torchmars.training.checkpointer import Checkpointer, Resumed
-from torchmars.training.ema import MovingAverage
-from torchmars.training.ending import STOP, Endings, StepFlags
-from torchmars.training.garbage import MOST_STEPS, GarbageCollection
+from torchmars.training.ending import JOIN, STOP, Endings, StepFlags
 from torchmars.training.guards import LossGuard
-from torchmars.training.optimizer import Schedule
+from torchmars.training.optimizer import MovingAverage, Schedule
 from torchmars.training.profiler import Profiler
 from torchmars.training.reporter import RunReporter
 from torchmars.training.validation import Validation
+
+MOST_STEPS = 100  # between two collections of garbage
 
 
 class Trainer:
@@ -114,7 +115,7 @@ class Trainer:
             self.reporter.report_epochs()
             ending = endings.after_step(step, flags)
             with self.metrics.throughput.paused():
-                if ending is None or not ending.hurry:
+                if ending is None or ending is JOIN:  # else a machine has to end
                     if self.due(config.validation.interval):
                         self.validate()
                     if self.due(config.evaluation.interval):
@@ -258,3 +259,33 @@ class Trainer:
         self.metrics.sync()
         stall = {"stall_ms": 1e3 * self.checkpointer.save(self.state)}
         self.metrics.write(self.state.step, "checkpoint", stall)
+
+
+class GarbageCollection:
+    """While it is active, Python looks for garbage where `collect` is called only.
+
+    By itself it would do so in the middle of a step, on each rank in another one, and all ranks
+    wait for the one that does. A step leaves little: some objects of pipelines and of tensor
+    parallelism, and no tensors.
+    """
+
+    def __init__(self) -> None:
+        self.frozen = False
+
+    def __enter__(self) -> "GarbageCollection":
+        gc.disable()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
+        gc.enable()
+
+    def collect(self) -> None:
+        """Free objects that nothing can reach any more.
+
+        Objects that exist the first time live as long as the run, and are not examined again.
+        """
+        gc.collect()
+        if not self.frozen:
+            gc.freeze()
+            self.frozen = True

@@ -37,8 +37,7 @@ from torchmars.optim.matrices import traffic
 from torchmars.parallel.groups import make_groups, make_meshes
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
-from torchmars.training.ema import MovingAverage
-from torchmars.training.optimizer import build_optimizer
+from torchmars.training.optimizer import MovingAverage, build_optimizer
 
 PACKAGE = f"{Path(torchmars.__file__).parent}/"
 DEVICE = torch.device("cuda", 0)
