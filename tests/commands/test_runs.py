@@ -67,10 +67,10 @@ def test_names_do_not_steer_a_terminal(run, tmp_path):
 
 def test_folders_without_runs(run, tmp_path):
     code, out, err = run()
-    assert code == 2 and err.startswith("error: there are no runs in runs (it does not exist)")
+    assert code == 2 and err.startswith("error: there is no folder runs: ")
     (tmp_path / "runs" / "m").mkdir(parents=True)
     _, _, err = run("m")
-    assert err == "error: there are no runs in m (it does not exist): did you mean runs/m?\n"
+    assert err == "error: there is no folder m: did you mean runs/m?\n"
     assert run() == (0, "there are no runs in runs\n", "")
     (tmp_path / "file").write_text("")
     assert run("file")[0] == 2 and run("--json", "none/x.json")[0] == 2

@@ -1,9 +1,7 @@
 """Compare optimizers fairly: each tuned on one grid, the best over several seeds."""
 
 import importlib.util
-import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -39,7 +37,6 @@ from torchmars.core.files import write_durably
 from torchmars.core.locks import locked
 from torchmars.core.options import words
 from torchmars.core.words import counted
-from torchmars.optim.rules import RULES, variance_reduced
 
 PROG = "torchmars compare"
 TABLES = ("table.md", "table.csv")
@@ -102,7 +99,6 @@ def main() -> None:
         options, config, rest = load_command(Compare, sys.argv[1:], PROG)
         require_config(rest, PROG)
         study = make_study(options, config, rest)
-        check_trials(study)
         own = "each optimizer has its own [optimizer] section; the config's is not used"
         if not run_study(study, options, own):
             raise Ended(EXIT_STOPPED)
@@ -119,16 +115,13 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
     if options.lr_grid is None:
         raise UserError("--lr-grid is missing: give the learning rates to try, 1e-3,2e-3,4e-3")
     contenders = find_contenders(words(options.optimizers, "--optimizers"))
-    grid = make_grid(options, [each.rule for each in contenders])
-    if "gamma" in grid and not any(variance_reduced(each.rule) for each in contenders):
-        raise UserError("--gamma-grid has no meaning: none of --optimizers is a mars-*")
     folder = Path(options.folder or f"comparisons/{config.run.name}")
     return Study(
         folder,
         arguments,
         replace(config, run=replace(config.run, folder=str(folder / "trials"))),
         contenders,
-        grid,
+        make_grid(options),
         [config.run.seed + number for number in range(options.seeds)],
         find_baseline(options.baseline, contenders),
         options.widen,
@@ -151,14 +144,12 @@ def check_options(options: TrialOptions, config: ResolvedConfig) -> None:
             "checkpoint.folder has no meaning in a comparison, whose trials have folders of their "
             "own: leave it out"
         )
-    if options.slurm and options.jobs is not None:
-        raise UserError("--jobs has no meaning beside --slurm: leave one of them out")
 
 
-def make_grid(options: TrialOptions, rules: Sequence[str]) -> Grid:
+def make_grid(options: TrialOptions) -> Grid:
     """Return the values to try of each setting, in ascending order, by its option --NAME-grid.
 
-    Raises `UserError`, also for a grid that cannot be widened, or that none of the `rules` has.
+    Raises `UserError`, also for a grid that cannot be widened.
     """
     grid: Grid = {}
     for name in TUNED:
@@ -169,21 +160,15 @@ def make_grid(options: TrialOptions, rules: Sequence[str]) -> Grid:
             grid[name] = sorted({str(value): value for value in values}.values(), key=numbers_of)
     if options.widen and len(grid["lr"]) < 2:
         raise UserError("--widen needs two learning rates or more, to know by which ratio")
-    have_rest = [rule for rule in rules if rule in RULES and "lr_rest" in RULES[rule].defaults]
-    if "lr_rest" in grid and not have_rest:
-        raise UserError("--lr-rest-grid has no meaning: no optimizer here is muon or mars-m")
     return grid
 
 
 def read_number(word: str, option: str) -> float:
     """Return the number that a word is. Raises `UserError`."""
     try:
-        value = float(word)
+        return float(word)
     except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise UserError(f"{option}: {word!r} is no number: write 1e-3,2e-3")
-    return value
+        raise UserError(f"{option}: {word!r} is no number: write 1e-3,2e-3") from None
 
 
 def read_pair(word: str, option: str) -> list[float]:
@@ -192,19 +177,6 @@ def read_pair(word: str, option: str) -> list[float]:
     if len(parts) != 2:
         raise UserError(f"{option}: {word!r} is no pair of numbers: write 0.9:0.95,0.95:0.99")
     return [read_number(part, option) for part in parts]
-
-
-def check_trials(study: Study) -> None:
-    """Raise `UserError` for a trial that cannot be, and for two contenders that are the same."""
-    seen: dict[str, str] = {}
-    for contender in study.contenders:
-        for trial in study.tuning(contender, study.lrs):
-            same = repr(trial.config.optimizer)
-            if seen.setdefault(same, contender.name) != contender.name:
-                raise UserError(
-                    f"--optimizers: {seen[same]} and {contender.name} are the same in the trial "
-                    f"{trial.name}: leave one of them out"
-                )
 
 
 def run_study(study: Study, options: TrialOptions, about: str) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 from torchmars.checkpoint.folder import other_run
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
-from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.places import local_place
@@ -44,9 +43,8 @@ def main() -> None:
         check_results_file(options.json)
         folder = local_place(options.folder, "the folder of runs")
         if not folder.is_dir():
-            why = path_problem(folder, "folder") or "it does not exist"
             remedy = other_run(folder, "name a folder of runs")
-            raise UserError(f"there are no runs in {folder} ({why}): {remedy}")
+            raise UserError(f"there is no folder {folder}: {remedy}")
         found = {run: facts_of_run(run) for run in find_runs(folder)}
         if options.json is not None:
             listed = [{"folder": str(run)} | facts for run, facts in found.items()]

@@ -73,11 +73,10 @@ def main() -> None:
 
 def read_sizes(text: str | None, option: str) -> list[int]:
     """Return the numbers of an option; none if it is not given. Raises `UserError`."""
-    found = words(text, option) if text is not None else []
-    for word in found:
-        if not (word.isascii() and word.isdecimal() and 0 < int(word) < 10**6):
-            raise UserError(f"{option}: {word!r} is no number of a size: write 64,128,256")
-    return sorted({int(word) for word in found})
+    try:
+        return sorted({int(word) for word in words(text, option)}) if text is not None else []
+    except ValueError:
+        raise UserError(f"{option}: {text!r} is no numbers of sizes: write 64,128,256") from None
 
 
 def check_training(options: CheckTransfer, config: ResolvedConfig, arguments: list[str]) -> Grid:
@@ -86,4 +85,4 @@ def check_training(options: CheckTransfer, config: ResolvedConfig, arguments: li
     if options.lr_grid is None:
         raise UserError("--lr-grid is missing: give the learning rates to try, or --check")
     check_options(options, config)
-    return make_grid(options, [config.optimizer.name])
+    return make_grid(options)
