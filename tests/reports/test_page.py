@@ -9,7 +9,7 @@ import pytest
 from tests.support.records import made_comparison, made_run
 from torchmars.records.events import Event
 from torchmars.records.run import read_run
-from torchmars.reports.page import comparison_page, run_page, text, told
+from torchmars.reports.page import comparison_page, run_page, text
 
 HOSTILE = "</script><script>console.log('ran')</script><b>bold</b>"
 
@@ -38,26 +38,14 @@ def shown(page):
     return " ".join(words), tags
 
 
-def test_events_in_words(tmp_path):
-    folder = made_run(tmp_path / "run", 60)
-    write_events(folder)
-    words = [(event.kind, event.step, text) for event, text in told(read_run(folder))]
-    assert words == [
-        ("started", 0, "2 ranks, 1 machine"),
-        ("saved", 20, "step-20: 12.5 MiB in 0.25 s"),
-        ("started", 20, "the run was killed before, from step 20, 1 rank, 1 machine"),
-        ("spike", 45, "loss 9.5000, its step is left out"),
-        ("unheard-of", 51, "what of a later version"),
-        ("stopped", 60, "by SIGTERM"),
-    ]
-
-
 def test_a_page_of_runs(tmp_path):
     folders = [made_run(tmp_path / "a", 60, lr=0.1), made_run(tmp_path / "b", 60, lr=0.2)]
     write_events(folders[1])
     words, tags = shown(run_page([read_run(folder) for folder in folders]))
     assert (
-        words.count("60 of 60") == 2 and "step-20: 12.5 MiB" in words and "seq_len = 256" in words
+        words.count("60 of 60") == 2
+        and "checkpoint step-20, seconds 0.25, mib 12.5" in words
+        and "seq_len = 256" in words
     )
     differ = words[words.index("Settings that differ") : words.index("Events")]
     assert differ.split() == "Settings that differ setting a b optimizer.lr 0.1 0.2".split()

@@ -25,7 +25,7 @@ from torchmars.comparison.tables import (
 )
 from torchmars.config.toml_files import flattened
 from torchmars.core.console import harmless
-from torchmars.core.words import counted, duration, short
+from torchmars.core.words import duration, short
 from torchmars.records.events import Event
 from torchmars.records.overview import state_of
 from torchmars.records.run import BITS, SPEED, Run
@@ -33,7 +33,6 @@ from torchmars.reports.charts import LOSS, VALIDATION
 from torchmars.reports.figures import comparison_figure, drawn, run_names, runs_figure, title_of
 
 DASH = "–"  # where nothing is known
-ENDS = ("stopped", "complete", "failed")
 MOMENT = "%Y-%m-%d %H:%M:%S"
 MOST_EVENTS = 200  # that a page shows, the newest
 # The folders of an absolute path: they tell of the author's machine, so that a page has only what
@@ -87,12 +86,13 @@ def run_page(runs: Sequence[Run], every: bool = False) -> str:
     names = run_names(runs)
     title = title_of(names)
     facts = [facts_of(run, name) for run, name in zip(runs, names)]
-    events = [(event, name, words) for run, name in zip(runs, names) for event, words in told(run)]
+    events = [(event, name) for run, name in zip(runs, names) for event in run.events]
+    events = [each for each in events if each[0].kind != "sample"]
     events.sort(key=lambda each: each[0].time)
     newest = [
         [time.strftime(MOMENT, time.localtime(event.time)), name, f"{event.step:,}", event.kind]
-        + [words]
-        for event, name, words in events[-MOST_EVENTS:]
+        + [told(event)]
+        for event, name in events[-MOST_EVENTS:]
     ]
     more = f"The newest {MOST_EVENTS} of {len(events):,}." if len(events) > MOST_EVENTS else ""
     return page(
@@ -119,45 +119,13 @@ def comparison_page(found: Comparison) -> str:
     )
 
 
-def told(run: Run) -> list[tuple[Event, str]]:
-    """Return what happened to a run except its samples, oldest first, each with its words."""
-    events = [event for event in run.events if event.kind != "sample"]
-    return [(each, event_words(each, before)) for before, each in zip([None, *events], events)]
-
-
-def event_words(event: Event, before: Event | None) -> str:
-    """Return what an event says beside its kind and step. `before` is the one before it."""
-    facts = event.facts
-    match event.kind:
-        case "started":
-            killed = before is not None and before.kind not in (*ENDS, "left", "joined")
-            return ", ".join(["the run was killed before"] * killed + started(facts))
-        case "saved":
-            size, seconds = decimal(facts.get("mib"), 1), decimal(facts.get("seconds"), 2)
-            return f"{facts.get('checkpoint')}: {size} MiB in {seconds} s"
-        case "left" | "joined":
-            seconds, again = decimal(facts.get("seconds"), 1), facts.get("steps_again")
-            return f"{facts.get('machine')}: {seconds} s without a step, {again} made again"
-        case "spike":
-            return f"loss {decimal(facts.get('loss'), 4)}, its step is left out"
-        case "stopped":
-            return f"by {facts.get('signal') or 'a signal to another rank'}"
-    facts = {name: value for name, value in facts.items() if value not in (None, "")}
-    return ", ".join(f"{name} {value}" for name, value in facts.items()).removeprefix("message ")
-
-
-def started(facts: dict[str, Any]) -> list[str]:
-    """Return what the event of a start says."""
-    parts = [str(facts["origin"])] if facts.get("origin") else []
-    for name in ("rank", "machine"):
-        if f"{name}s" in facts:
-            parts.append(counted(facts[f"{name}s"], name))
-    return parts + [str(each) for each in facts.get("changes", [])]
-
-
-def decimal(value: Any, digits: int) -> str:
-    """Return a number that an event gives; a question mark if it is none."""
-    return f"{value:,.{digits}f}" if isinstance(value, int | float) else "?"
+def told(event: Event) -> str:
+    """Return what an event says beside its kind and step: its facts, but those of no value."""
+    facts = {name: value for name, value in event.facts.items() if value not in (None, "", [])}
+    return ", ".join(
+        f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in facts.items()
+    )
 
 
 def facts_of(run: Run, name: str) -> dict[str, str]:
