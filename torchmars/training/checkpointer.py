@@ -56,8 +56,6 @@ class Resumed:
     state: RunState
     origin: str | None = None
     """The source of the resumed state, in words; None for a new run."""
-    folder: PurePath | None = None
-    """The checkpoint that was loaded, if one of the run's own was."""
     changes: list[str] = field(default_factory=list)
     """Of the config since the checkpoint, a line each."""
 
@@ -200,7 +198,7 @@ class Checkpointer:
         size = manifest.config["training"].get("global_batch_size")
         if size != config.training.global_batch_size or shares is not manifest.shares:
             self._forget_look_ahead()
-        return Resumed(state, f"from step {state.step}: {folder}", folder, changes)
+        return Resumed(state, f"from step {state.step}: {folder}", changes)
 
     def _forget_look_ahead(self) -> None:
         """Leave exact mode's next correction out: another batch comes than was looked ahead to."""

@@ -36,7 +36,9 @@ class Profiler:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self.records_memory:
             if isinstance(error, torch.OutOfMemoryError):  # its allocations still exist
-                self._write("memory-out-of-memory", "pickle", self.device_module.memory._dump_snapshot)
+                self._write(
+                    "memory-out-of-memory", "pickle", self.device_module.memory._dump_snapshot
+                )
             self.device_module.memory._record_memory_history(enabled=None)
         self._end_trace()
 

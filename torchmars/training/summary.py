@@ -15,8 +15,7 @@ from torchmars.data.shares import Shares
 from torchmars.models import Model, title
 from torchmars.models.base import base_of
 from torchmars.optim import MARS
-from torchmars.optim.rules import RULES, variance_reduced
-from torchmars.optim.settings import Choice, Flag
+from torchmars.optim.rules import variance_reduced
 from torchmars.parallel.layout import Layout
 from torchmars.training.checkpointer import Resumed
 
@@ -135,21 +134,7 @@ def continuation(config: ResolvedConfig, resumed: Resumed) -> list[str]:
 def group_table(groups: list[dict[str, Any]]) -> list[str]:
     """Return the optimizer's groups: whose parameters, how many, under which rule and settings."""
     headings = "group", "rule", "tensors", "parameters", "lr", "betas", "weight decay"
-    rows = [(*headings, "gamma", "clip"), *map(group_row, groups)]
-    options = ["options", *(" ".join(options_of(group)) or "-" for group in groups)]
-    if any(each != "-" for each in options[1:]):
-        rows = [(*row, option) for row, option in zip(rows, options)]
-    return table(rows)
-
-
-def options_of(group: dict[str, Any]) -> list[str]:
-    """Return the group's choices that are not their rule's default, and flags that are set."""
-    return [
-        group[setting.name] if isinstance(setting, Choice) else setting.name
-        for setting in RULES[group["rule"]].settings
-        if isinstance(setting, Choice | Flag) and setting.scope == "both"
-        if group[setting.name] not in (setting.default, False)
-    ]
+    return table([(*headings, "gamma", "clip"), *map(group_row, groups)])
 
 
 def group_row(group: dict[str, Any]) -> tuple[str, ...]:

@@ -269,9 +269,6 @@ class GarbageCollection:
     parallelism, and no tensors.
     """
 
-    def __init__(self) -> None:
-        self.frozen = False
-
     def __enter__(self) -> "GarbageCollection":
         gc.disable()
         return self
@@ -286,6 +283,5 @@ class GarbageCollection:
         Objects that exist the first time live as long as the run, and are not examined again.
         """
         gc.collect()
-        if not self.frozen:
+        if not gc.get_freeze_count():
             gc.freeze()
-            self.frozen = True
