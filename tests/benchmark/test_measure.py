@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_config, write_config
-from torchmars.benchmark.measure import ranks_of, short_run, train, write_random_shards
+from torchmars.benchmark.measure import ranks_of, short_run, write_random_shards
 from torchmars.config.load import load_config
 from torchmars.training.preparation import prepare_data
 
@@ -47,15 +47,6 @@ def test_random_shards_are_those_of_a_run(tmp_path):
     assert len(np.unique(tokens)) > 3500
 
 
-def test_random_documents_begin_as_the_config_says(tmp_path):
-    config = tiny_config(tmp_path, data={"begin_token": "a"})
-    found = tiny_config(tmp_path, data=vars(write_random_shards(config.data, 3001, tmp_path / "x")))
-    [part] = prepare_data(found).parts
-    tokens = np.fromfile(part.folder / "train-00000-000.bin", dtype="<u2")
-    assert part.manifest.begin_token == 97
-    assert (tokens[::1000] == 97).all() and (tokens[999::1000] == 256).all()
-
-
 @pytest.mark.parametrize(
     "parallelism,ranks",
     [({}, 2), ({"tp": 2}, 2), ({"pp": 4}, 4), ({"tp": 3, "dp_shard": 2}, 6)],
@@ -67,12 +58,3 @@ def test_ranks_are_those_that_the_layout_asks_for(tmp_path, monkeypatch, paralle
     assert ranks_of(config) == ranks
     monkeypatch.setenv("NGPU", "12")
     assert ranks_of(config) == 12
-
-
-def test_the_measured_run_is_one_of_torchmars_train(tmp_path):
-    """By a mistake that it finds: other tests start it in processes of their own."""
-    file, output = tmp_path / "run.toml", tmp_path / "output"
-    file.write_text("[training]\nstpes = 3\n")
-    with output.open("w") as stream:
-        assert train(file, 1, stream.fileno()) == 2
-    assert "unknown key training.stpes" in output.read_text()

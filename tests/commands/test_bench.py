@@ -120,10 +120,3 @@ def test_a_signal_stops_the_run_that_is_measured(run, config, monkeypatch, tmp_p
     code, _, err = run(config)
     assert code == 75 and err == "error: stopped by a signal before all was measured\n"
     assert signal.getsignal(signal.SIGTERM) == handler
-
-
-@pytest.mark.slow
-def test_from_the_shell(run, config, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(sys, "argv", ["bench", str(config), "--steps", "2"])
-    bench.main()

@@ -36,7 +36,7 @@ from torchmars.commands import launch, train
 from torchmars.commands.launch import parse_torchrun
 from torchmars.config import MetricsConfig
 from torchmars.config.load import config_text, load_config
-from torchmars.config.toml_files import merge, read_toml
+from torchmars.config.toml_files import merge
 from torchmars.records.trackers import check_trackers
 from torchmars.training.preparation import prepare_run, write_settings
 
@@ -371,43 +371,19 @@ def test_texts_and_command_lines(place, examples):
             ["--guards.hang_seconds", "inf"],
             "guards.hang_seconds must be at least 0 and at most 1,000,000, got inf",
         ),
-        (
-            ["--training.steps", str(2**63)],
-            "training.steps must be at least 1 and at most 1,000,000,000, got 9223372036854775808",
-        ),
-        (
-            ["--training.global_batch_size", "1000000000", "--training.seq_len", "10000000"],
-            "must be at most 100,000,000,000 tokens a step",
-        ),
-        (["--model.n_layer", "3000000000"], "model.n_layer must be"),
-        (["--model.n_embd", "3000000000"], "model.n_embd must be"),
-        (["--run.seed", str(2**63)], "run.seed must be"),
-        (["--optimizer.lr", "inf"], "optimizer.lr must be"),
-        (["--optimizer.head.lr", "inf"], "optimizer.head.lr must be"),
         (["--optimizer.matrix.split", "0"], "optimizer.matrix.split must be at least 1, got 0"),
-        (["--data.path", ""], "data.path must be the path of a file or folder"),
-        (["--data.path", "/"], "data.path must be the path of a file or folder"),
-        (["--data.path", "a/" * 2500], "data.path must be the path of a file or folder"),
         (
             ["--data.path", "loop"],
             "data.path: loop is no folder that can be used (Too many levels of symbolic links)",
         ),
-        (
-            ["--data.path", "file"],
-            "data.path: file is no folder that can be used (Not a directory)",
-        ),
-        (["--data.path", "a" * 300], "data.path: a"),
         (["--run.folder", "fifo"], "run.folder: fifo is no folder"),
         (["--run.name", "a\0b"], "run.name must be"),
-        (["--run.name", "a" * 300], "run.name must be one folder name"),
         (
             ["--checkpoint.init_from", "fifo.safetensors"],
             "checkpoint.init_from: fifo.safetensors is no file that can be used "
             "(Not a regular file)",
         ),
-        (["--data.files", "~nosuchuser"], "data.files: '~nosuchuser' names no text file"),
         (["--data.files", "fifo"], "data.files: 'fifo' names no text file"),
-        (["--data.files", ""], "data.files must be the path of a file or folder"),
         (["--metrics.wandb_project", "\udcff"], "metrics.wandb_project must be Unicode text"),
     ],
 )
@@ -415,26 +391,6 @@ def test_what_is_too_large_and_paths_that_are_none_are_named(place, args, messag
     data = [] if "--data.path" in args else ["--data.path", "new"]
     said = mistake(lambda: prepare_run(load_config(["tiny.toml", *data, *args], "test"), 2, 1))
     assert message in said
-
-
-@pytest.mark.parametrize(
-    "content,message",
-    [
-        ("a = " + "[" * 5000, "is nested too deeply"),
-        ("a = " + "9" * 5000, "is not valid TOML"),
-        ("\0", "is not valid TOML"),
-        (None, "Not a regular file"),
-    ],
-)
-def test_toml_that_breaks_the_parser(tmp_path, content, message):
-    file = tmp_path / "config.toml"
-    os.mkfifo(file) if content is None else file.write_text(content)
-    assert message in mistake(read_toml, file)
-
-
-def test_a_number_beyond_what_a_float_is(tmp_path):
-    (tmp_path / "config.toml").write_text(f"[optimizer]\nlr = {10**400}\n")
-    assert "optimizer.lr must be" in mistake(load_config, [str(tmp_path / "config.toml")], "test")
 
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path):

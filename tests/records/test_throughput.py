@@ -13,12 +13,6 @@ from torchmars.records.speed import peak_flops, peak_memory
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("Tesla V100-SXM2-32GB", 125e12),
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )

@@ -5,7 +5,6 @@ import weakref
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, train_here, write_text
-from torchmars.training.trainer import GarbageCollection
 
 
 class Cycle:
@@ -49,14 +48,3 @@ def test_garbage_is_collected_at_reports_only(tmp_path):
     assert [step for step in steps if step < 12] == [1, 5, 10]
     assert alive == [1, 1, 2, 3, 4, 1, 2, 3, 4, 5, 1, 2]
     assert enabled and frozen == 0
-
-
-def test_what_is_there_at_first_is_not_looked_at_again():
-    with GarbageCollection() as garbage:
-        garbage.collect()
-        assert not gc.isenabled() and gc.get_freeze_count() > 1000
-        assert len(gc.get_objects()) < 1000
-        later = weakref.ref(Cycle())
-        garbage.collect()
-        assert later() is None
-    assert gc.isenabled() and gc.get_freeze_count() == 0

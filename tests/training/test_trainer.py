@@ -3,12 +3,8 @@
 import itertools
 import shutil
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.15
 
 from tests.support.full import FULL
 from tests.support.ranks import run_ranks
@@ -18,17 +14,13 @@ from tests.support.tiny import (
     listen_on,
     metrics,
     run_folder_of,
-    set_bfloat16,
     steps_kept,
     tiny_tables,
     train,
     train_here,
     write_text,
 )
-from torchmars.cluster import connection
-from torchmars.config.load import load_config
 from torchmars.core.errors import UserError
-from torchmars.training.build import build_trainer
 
 
 def fails(tables, change=lambda trainer: None):
@@ -111,12 +103,6 @@ def test_telemetry_is_in_the_metrics(tmp_path):
         assert list(metrics(tables, f"train/{name}")) == [1, 2, 3]
 
 
-def test_a_pattern_that_claims_nothing_is_refused(tmp_path):
-    write_text(tmp_path)
-    tables = tiny_tables(tmp_path, optimizer={"groups": [{"pattern": "*.nothing"}]})
-    assert "'*.nothing' claims no parameter" in run_ranks(fails, 1, tables)[0]
-
-
 def with_a_last_gradient_of_zero(trainer):
     """Let the first step of mars-m correct as all others do, with h = 0."""
     optimizer = trainer.optimizer
@@ -184,63 +170,6 @@ def test_ranks_on_different_cpus_compute_in_one_dtype(tmp_path):
     )
     assert "float32 compute" in fast and "matrices in bfloat16" in fast and "warning" not in fast
     assert "bfloat16 compute" in named and "warning" not in named
-
-
-RULES = sorted((Path(__file__).parents[2] / "train_configs" / "quickstart").glob("*.toml"))
-QUICKSTARTS = [["quickstart.toml"], *(["quickstart.toml", str(file)] for file in RULES)]
-
-
-class Products(TorchDispatchMode):
-    """The dtypes of all matrices that are multiplied."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
-            self.dtypes |= {each.dtype for each in args if isinstance(each, torch.Tensor)}
-        return op(*args, **(kwargs or {}))
-
-
-def products_of_quickstarts(folder):
-    """What the first steps of every quickstart multiply on a CPU without bfloat16, by its rule."""
-    result = {}
-    with pytest.MonkeyPatch.context() as patch:
-        set_bfloat16(False, patch)
-        for files in QUICKSTARTS:
-            overrides = [
-                "--run.folder",
-                f"{folder}/runs",
-                "--data.path",
-                f"{folder}/shards",
-                "--data.source",
-                "text",
-                "--data.files",
-                f"{folder}/text.txt",
-                "--data.num_workers",
-                "0",
-                "--training.steps",
-                "2",
-                "--model.n_layer",
-                "1",
-                "--validation.windows",
-                "1",
-                "--validation.sample_tokens",
-                "0",
-            ]
-            config = load_config([*files, *overrides], "test")
-            with Products() as products:
-                build_trainer(config, connection.start(config.parallelism)).run()
-            result[config.optimizer.name] = products.dtypes
-    return result
-
-
-@FULL
-def test_no_quickstart_multiplies_bfloat16_on_a_cpu_that_cannot(tmp_path):
-    write_text(tmp_path)
-    for products in run_ranks(products_of_quickstarts, 2, tmp_path):
-        assert len(products) == 7 and set.union(*products.values()) == {torch.float32}
 
 
 def test_a_short_look_at_a_long_run_is_a_piece_of_it(tmp_path):

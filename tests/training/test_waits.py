@@ -1,7 +1,6 @@
 """What a step that does not log waits for, and what a report does."""
 
 import itertools
-from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -10,8 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.1
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, train_here, write_text
 from torchmars.cluster import connection
-from torchmars.training.checkpointer import RunState
-from torchmars.training.reporter import RunReporter
 
 
 class Waits(TorchDispatchMode):
@@ -113,40 +110,3 @@ def test_what_a_failed_rank_has_begun_holds_up_no_rank(tmp_path):
     write_text(tmp_path)
     failures = run_ranks(fails_alone, 2, tiny_tables(tmp_path))
     assert failures[1] == "rank 1 is broken" and connection.CLOSED.search(failures[0])
-
-
-def test_a_report_waits_for_the_device_once():
-    """The copy of the loss is there when telemetry is: it was begun before."""
-    did = []
-
-    def note(what, result=None):
-        return Mock(side_effect=lambda *args, **kwargs: (did.append((what, kwargs)), result)[1])
-
-    loss = Mock(item=note("read the loss", 6.0))
-    added = Mock(to=note("begin to copy the loss", loss))
-    layout = Mock(loss_parts=2, add_up_losses=note("add up the loss", added))
-    optimizer = Mock(telemetry=note("wait for telemetry", {}))
-    metrics = Mock()
-    balance = Mock(figures=note("read the figures of experts", {}))
-    logits = Mock(figures=note("read the largest logits", {}))
-    reporter = RunReporter(
-        config=Mock(training=Mock(seq_len=8)),
-        model=Mock(layout=layout, balance=balance, attention_logits=logits),
-        optimizer=optimizer,
-        data=Mock(names=[]),
-        loader=Mock(),
-        metrics=metrics,
-        events=Mock(),
-        introduction=[],
-        before=None,
-    )
-    reporter.report(RunState(step=3, position=4), Mock(), 0.1)
-    assert did == [
-        ("add up the loss", {}),
-        ("begin to copy the loss", {"non_blocking": True}),
-        ("wait for telemetry", {}),
-        ("read the loss", {}),
-        ("read the figures of experts", {}),
-        ("read the largest logits", {}),
-    ]
-    assert metrics.train.call_args.args[:2] == (3, 3.0)
