@@ -41,7 +41,7 @@ def test_one(monkeypatch, capsys):
             ["gpt2-medium-mars"],
             "there is no preset gpt2-medium-mars: did you mean gpt2-medium-mars",
         ),
-        (["--family", "gpt3"], "--family must be one of gpt2, llama, qwen3, got gpt3"),
+        (["--family", "gpt3"], '--family must be one of "gpt2", "llama", "qwen3", got \'gpt3\''),
     ],
 )
 def test_mistakes(monkeypatch, capsys, args, error):

@@ -46,32 +46,12 @@ def test_series_of_rows_with_different_names(folder):
     assert series["validation/loss"].values.tolist() == [4.5]
 
 
-def test_tokens_and_seconds_of_steps(folder):
+def test_tokens_of_steps(folder):
     steps = np.array([0, 5, 10, 15, 20])
     assert read_run(folder).tokens(steps).tolist() == [0, 160, 320, 480, 640]
-    assert read_run(folder).seconds(steps).tolist() == [0] * 5
-    speeds = {10: 100.0, 20: 50.0}
-    tokens = {10: 1000, 20: 4000}
-    rows = (
-        {"step": step, "train/tokens": tokens[step], "train/tokens_per_second": speeds[step]}
-        for step in speeds
-    )
-    write_rows(folder, *rows)
-    run = read_run(folder)
-    assert run.tokens(steps).tolist() == [0, 500, 1000, 2500, 4000]
-    assert run.seconds(steps).tolist() == [0, 5, 10, 40, 70]
-
-
-def test_a_report_without_a_speed_counts_as_the_next_one(folder):
-    speeds = {1: None, 2: 0.0, 10: 100.0, 20: None}
-    rows = (
-        {"step": step, "train/tokens": 100 * step, "train/tokens_per_second": speed}
-        for step, speed in speeds.items()
-    )
-    write_rows(folder, *rows)
-    run = read_run(folder)
-    assert run.seconds(np.array([0, 5, 10, 20])).tolist() == [0, 5, 10, 10]
-    assert run.last_step == 20
+    tokens = {10: 1000, 15: None, 20: 4000}
+    write_rows(folder, *({"step": step, "train/tokens": count} for step, count in tokens.items()))
+    assert read_run(folder).tokens(steps).tolist() == [0, 500, 1000, 2500, 4000]
 
 
 def test_skipped_steps_are_those_since_the_report_before(folder):

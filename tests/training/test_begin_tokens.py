@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.support.full import FULL
-from tests.support.tiny import listen, metrics, tiny_tables, train, write_text
+from tests.support.tiny import listen, tiny_tables, write_text
 from tests.support.tokenizers import write_llama
 from torchmars.api import load
 from torchmars.exchange.export import export_folder
@@ -55,19 +54,3 @@ def test_a_run_is_asked_and_exported_as_its_documents_began(folder, tmp_path):
         expected.append(text[len(their_tokenizer.decode(ids[0], skip_special_tokens=True)) :])
     for place in (run, tmp_path / "hf"):
         assert load(place).generate(prompts, max_tokens=20, temperature=0) == expected
-
-
-@FULL
-def test_documents_with_a_begin_token_are_the_same_on_other_layouts(folder):
-    data = {"begin_token": "auto", "separate_documents": True, "packing": "best_fit"}
-    runs = [
-        tables_from(folder, f"hf:{folder}/llama", "begun", **data)
-        | {"run": {"name": name, "folder": str(folder / "runs")}, "parallelism": parallelism}
-        for name, parallelism in (("one", {}), ("cp", {"cp": 2}), ("tp", {"tp": 2}))
-    ]
-    train(1, runs[0])
-    train(2, *runs[1:])
-    expected = metrics(runs[0])
-    assert len(expected) == 2
-    for run in runs[1:]:
-        assert metrics(run) == pytest.approx(expected, rel=1e-5)

@@ -9,7 +9,6 @@ from tests.support.expert_losses import MODELS, ONE, record_counts, run_tables
 from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import train_here, write_text
-from torchmars.parallel.balance import Balance
 
 MODEL, EXACT = "Qwen3-MoE", "mars-adamw, exact"
 CHOICES = MODELS[MODEL]["n_expert_used"] * 16 * 32  # of a step and layer
@@ -19,28 +18,6 @@ CHOICES = MODELS[MODEL]["n_expert_used"] * 16 * 32  # of a step and layer
 def test_a_run_in_exact_mode_goes_on_bit_for_bit(tmp_path):
     """Its next step needs the counts of two steps."""
     resume_each(tmp_path, MODEL, EXACT, [("FSDP 2", "FSDP 2")], steps=6)
-
-
-def resumed_without(tables):
-    """The counts that a run begins with, from a checkpoint without any and from one with some."""
-    found, state = [], Balance.state
-    Balance.state = lambda self: {}
-    train_here(tables)
-    Balance.state = state
-    for _ in range(2):
-        tables["training"]["steps"] += 1
-        train_here(
-            tables, change=lambda trainer: found.append(trainer.model.balance.counts.clone())
-        )
-    return found
-
-
-def test_a_checkpoint_without_counts_goes_on_as_before_the_first_step(tmp_path):
-    write_text(tmp_path)
-    tables = run_tables(tmp_path, MODEL, "mars-adamw", ONE)
-    tables["training"]["steps"] = 2
-    [(without, counted)] = run_ranks(resumed_without, 1, tables)
-    assert not without.any() and (counted.sum(-1) == CHOICES).all()
 
 
 def leave_out(trainer, reason):

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from torchmars.config.presets import read_presets
 from torchmars.core.console import say
@@ -24,8 +25,8 @@ class Presets:
     name: Positional[str | None] = None
     """A preset to describe in full: its settings, their source, and disagreements of sources.
     Default: a table of all."""
-    family: str | None = None
-    """Only the presets of this family: gpt2, llama or qwen3."""
+    family: Literal["gpt2", "llama", "qwen3"] | None = None
+    """Only the presets of this family."""
 
 
 def main() -> None:
@@ -34,19 +35,16 @@ def main() -> None:
         options = parse(Presets, sys.argv[1:], "torchmars presets")
         local_place(options.name or "", "NAME")
         presets = read_presets()
-        families = list(dict.fromkeys(preset.family for preset in presets.values()))
         if options.name is not None and options.name not in presets:
             raise UserError(
                 f"there is no preset {options.name}: "
                 f"{meant(options.name, list(presets))}torchmars presets lists them"
             )
-        if options.family is not None and options.family not in families:
-            raise UserError(f"--family must be one of {', '.join(families)}, got {options.family}")
         # It brings torch, which mistakes need not wait for.
         from torchmars.planning.preset_pages import preset_page, preset_table
 
         if options.name is not None:
             say(*preset_page(presets[options.name]))
         else:
-            shown = families if options.family is None else [options.family]
-            say(*preset_table(each for each in presets.values() if each.family in shown))
+            shown = options.family
+            say(*preset_table(each for each in presets.values() if shown in (None, each.family)))

@@ -1,29 +1,18 @@
-"""events.jsonl: the events of a run, a line each; unlike metrics.jsonl it is never rewound."""
+"""events.jsonl: the events of a run, a line each; unlike metrics.jsonl it is never rewound.
+
+A run whose processes were all killed has no event of its end, and starts again.
+"""
 
 import contextlib
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torchmars.core.errors import UserError
 from torchmars.records.lines import METRICS_FILE, Journal, Lines, Row, last_step, read_lines
 
 EVENTS_FILE = "events.jsonl"
-
-# The events of a run; docs/watching.md has the facts of each. A run whose processes were all killed
-# has no event of its end, and starts again.
-Kind = Literal[
-    "started",
-    "left",
-    "joined",
-    "saved",
-    "spike",
-    "sample",
-    "stopped",
-    "complete",
-    "failed",
-]
 
 
 @dataclass(frozen=True)
@@ -31,7 +20,7 @@ class Event:
     """Something that happened to a run."""
 
     kind: str
-    """Which `Kind`. An event of a later version may be of another one."""
+    """Which one: docs/watching.md has all, and the facts of each."""
     step: int
     """After which step."""
     time: float
@@ -47,7 +36,7 @@ class EventLog:
         """`folder` is the run's; None on all ranks except the first, which alone writes."""
         self.journal = None if folder is None else Journal(folder / EVENTS_FILE)
 
-    def add(self, kind: Kind, step: int, **facts: Any) -> None:
+    def add(self, kind: str, step: int, **facts: Any) -> None:
         """Add an event of now, after `step`. If the disk refuses it, it is left out."""
         if self.journal is not None:
             self.journal.write({"time": time.time(), "event": kind, "step": step} | facts)

@@ -127,28 +127,9 @@ class Run:
             tokens_per_step = training["global_batch_size"] * training["seq_len"]
             return np.asarray(steps, np.float64) * tokens_per_step
         known = np.isfinite(reported.values)
-        return interpolated(steps, reported.steps[known], reported.values[known])
-
-    def seconds(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the seconds of training until each of `steps`, over all its starts.
-
-        They are the tokens of each report over the tokens per second in it: without validations,
-        saves and the time in which it was stopped. A report without a speed counts as the next one.
-        """
-        speed = self.series.get(SPEED)
-        if speed is None:
-            return np.zeros(len(steps))
-        known = np.isfinite(speed.values) & (speed.values > 0)
-        read = np.diff(self.tokens(speed.steps[known]), prepend=0.0)
-        return interpolated(steps, speed.steps[known], np.cumsum(read / speed.values[known]))
-
-
-def interpolated(
-    steps: NDArray[np.int64], known: NDArray[np.int64], values: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return `values`, which are 0 at step 0, at `steps` instead of `known` ones."""
-    result = np.interp(steps, np.concatenate([[0], known]), np.concatenate([[0.0], values]))
-    return np.asarray(result, dtype=np.float64)
+        at = np.concatenate([[0], reported.steps[known]])
+        values = np.concatenate([[0.0], reported.values[known]])
+        return np.asarray(np.interp(steps, at, values), dtype=np.float64)
 
 
 def read_run(folder: str | Path) -> Run:

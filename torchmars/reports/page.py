@@ -25,7 +25,7 @@ from torchmars.comparison.tables import (
 )
 from torchmars.config.toml_files import flattened
 from torchmars.core.console import harmless
-from torchmars.core.words import duration, short
+from torchmars.core.words import short
 from torchmars.records.events import Event
 from torchmars.records.overview import state_of
 from torchmars.records.run import BITS, SPEED, Run
@@ -130,7 +130,7 @@ def told(event: Event) -> str:
 
 def facts_of(run: Run, name: str) -> dict[str, str]:
     """Return how far a run is, by what a column is called; a dash is what is not known."""
-    here, last = np.array([run.last_step]), itemgetter(-1)
+    last = itemgetter(-1)
     return {
         "run": name,
         "state": state_of(run),
@@ -139,8 +139,7 @@ def facts_of(run: Run, name: str) -> dict[str, str]:
         "validation loss": of_values(run, VALIDATION, last),
         "its lowest": of_values(run, VALIDATION, np.min),
         "bits per byte": of_values(run, BITS, last),
-        "tokens": short(float(run.tokens(here)[0])),
-        "training time": duration(float(run.seconds(here)[0])),
+        "tokens": short(float(run.tokens(np.array([run.last_step]))[0])),
         "tokens/s, median": of_values(run, SPEED, np.median, ",.0f"),
     }
 

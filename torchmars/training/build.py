@@ -4,7 +4,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -62,20 +62,12 @@ def apply_determinism(training: TrainingConfig) -> None:
     add_up_in_float32()
 
 
-class Abilities(NamedTuple):
-    """The abilities that all ranks share."""
-
-    native_bfloat16: bool
-    """To multiply bfloat16 fast."""
-    compiles: bool
-
-
 def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     """Build a run: from its newest good checkpoint, or at its start. Called by every rank.
 
     Raises `UserError`, on every rank, for what the user got wrong.
     """
-    config, abilities = resolve_on_ranks(config, layout)
+    config, native_bfloat16, compiles = resolve_on_ranks(config, layout)
     data = layout.on_first(lambda: prepare_data(config))
     seq_len, world = config.training.seq_len, layout.world
     # The first rank alone asks for size and time of every shard.
@@ -97,13 +89,12 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         resumed = checkpointer.resume()
         loader.seek(resumed.state.position, resumed.state.shares)
         whole = model.whole, checkpointer.whole_optimizer
-        lines = introduction(config, layout, *abilities, *whole, data, resumed)
+        can = native_bfloat16, compiles
+        layout.say(*introduction(config, layout, *can, *whole, data, resumed))
         scorer = Scorer(model, layout, tokenizer, config.evaluation.batch_size)
         questions = layout.on_first(lambda: evaluation_tasks(config))
         metrics, before = open_reports(config, layout, checkpointer, resumed.state)
-        reporter = RunReporter(
-            config, model, optimizer, data, loader, metrics, events, lines, before
-        )
+        reporter = RunReporter(config, model, optimizer, data, loader, metrics, events, before)
         batch_size = loader.microbatch_size
         validation = Validation(
             config.validation, model, data, validation_windows, batch_size, tokenizer
@@ -124,9 +115,10 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     return trainer
 
 
-def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedConfig, Abilities]:
-    """Return `config` with all resolved that ranks must find out, and the abilities of all ranks.
+def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedConfig, bool, bool]:
+    """Return `config` with all resolved that ranks must find out, and what all ranks can.
 
+    That is whether they multiply bfloat16 fast, and whether they compile.
     Raises `UserError`, on every rank, for a model of the hub that cannot be fetched.
     """
     device = layout.device
@@ -137,7 +129,7 @@ def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedCo
     compiles = layout.agree(lambda: can_compile(device))
     config = resolve_compile(config, device, compiles, layout.group("tp").size, saved)
     config = replace(config, checkpoint=replace(config.checkpoint, init_from=source))
-    return config, Abilities(native_bfloat16, compiles)
+    return config, native_bfloat16, compiles
 
 
 def saved_and_source(config: ResolvedConfig) -> tuple[dict[str, Any] | None, str | None]:

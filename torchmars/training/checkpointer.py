@@ -187,7 +187,12 @@ class Checkpointer:
         if len(manifest.shares.weights) != len(self.data.parts):
             raise DamagedCheckpoint(f"{folder} has the shares of other parts than its data has")
         shares = manifest.shares.changed(self.data.weights, manifest.position)
-        changes += weight_changes(self.data.names, manifest.shares, shares)
+        weights = zip(self.data.names, manifest.shares.weights, shares.weights)
+        changes += [
+            f"weight of {name} in data.mixture {old:g} -> {new:g}"
+            for name, old, new in weights
+            if old != new
+        ]
         state = RunState(
             manifest.step,
             manifest.position,
@@ -253,15 +258,6 @@ class Checkpointer:
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the run that this rank has a part of, by name."""
         return state_dict.training_state(self.layout, self.model, self.optimizer, self.averages)
-
-
-def weight_changes(names: list[str], was: Shares, now: Shares) -> list[str]:
-    """Return a line for each part of a mixture whose weight has changed."""
-    return [
-        f"weight of {name} in data.mixture {old:g} -> {new:g}"
-        for name, old, new in zip(names, was.weights, now.weights)
-        if old != new
-    ]
 
 
 def check_resume(config: ResolvedConfig, data: Mixture, model: Model) -> None:

@@ -16,10 +16,7 @@ from torchmars.training.checkpointer import Resumed, RunState
 
 
 class RunReporter:
-    """Reports a run, on the first rank. Every rank makes the same calls.
-
-    `introduction` are the lines that describe the run.
-    """
+    """Reports a run, on the first rank. Every rank makes the same calls."""
 
     def __init__(
         self,
@@ -30,20 +27,15 @@ class RunReporter:
         loader: Loader,
         metrics: Metrics,
         events: EventLog,
-        introduction: list[str],
         before: MachinesBefore | None,
     ) -> None:
         self.config, self.training = config, config.training
         self.model, self.optimizer, self.layout = model, optimizer, model.layout
         self.data, self.loader = data, loader
-        self.metrics, self.events, self.introduction = metrics, events, introduction
+        self.metrics, self.events = metrics, events
         self.epochs = self.loader.epochs
         self.before = before
         """The machines of an elastic run before this start, on the first rank."""
-
-    def announce(self) -> None:
-        """Print the lines that describe the run."""
-        self.layout.say(*self.introduction)
 
     def report_start(self, resumed: Resumed) -> None:
         """Report that the run begins to train, from where it is `resumed`."""

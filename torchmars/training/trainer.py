@@ -70,7 +70,6 @@ class Trainer:
         Returns the exit code: 0, 75 for a run that a signal stopped; `EXIT_REGROUP` or `EXIT_LEFT`
         where it goes on with other machines.
         """
-        self.reporter.announce()
         try:
             if self.state.step >= self.config.training.last_step:
                 return 0
