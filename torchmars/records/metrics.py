@@ -1,18 +1,15 @@
 """The reports of a run: the console's progress lines, metrics.jsonl, TensorBoard, W&B."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 
-from torchmars.config import ResolvedConfig
 from torchmars.core.console import say
-from torchmars.parallel.layout import Layout
-from torchmars.records.lines import METRICS_FILE, Journal, last_step
+from torchmars.records.lines import Journal
 from torchmars.records.speed import Throughput, peak_memory
-from torchmars.records.trackers import Tracker, open_trackers
+from torchmars.records.trackers import Tracker
 
 # A momentum this many times as large as the gradient is in the progress line: one earlier gradient
 # then decides where the weights go.
@@ -120,34 +117,3 @@ def losses(loss: float, bits: float) -> dict[str, float]:
 def loss_text(loss: float, bits: float) -> str:
     """Return a loss and, where it is known, the same in bits per byte, for a line."""
     return f"{loss:.4f}" + ("" if math.isnan(bits) else f" | {bits:.3f} bits/byte")
-
-
-def open_metrics(
-    layout: Layout,
-    config: ResolvedConfig,
-    step: int,
-    validated: bool,
-    flops_per_token: int,
-    check: Callable[[], None],
-    write: bool = True,
-) -> Metrics:
-    """Open the targets of a run's reports, to continue after `step`. Called by every rank.
-
-    The lines of later steps are dropped, and of a validation after `step` unless it was
-    `validated`. `check` is `OwnedFolders.check_run`.
-    With `write` False no file is opened, and nothing is reported. Raises `UserError` on every rank
-    if a file cannot be written.
-    """
-    device, training = layout.device, config.training
-    throughput = Throughput(
-        step, training.tokens_per_step, flops_per_token, device, layout.world.size
-    )
-
-    def open_files() -> tuple[Journal, list[Tracker]]:
-        journal = Journal(config.run.path / METRICS_FILE, check)
-        reached = last_step(journal.file)
-        journal.rewind(step, validated)
-        return journal, open_trackers(config, step, reached)
-
-    journal, trackers = (layout.only_first(open_files) if write else None) or (None, [])
-    return Metrics(journal, trackers, throughput, training.steps, device)

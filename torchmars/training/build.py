@@ -32,7 +32,10 @@ from torchmars.parallel.fsdp import weight_device
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.records.events import EventLog, MachinesBefore, machines_before
-from torchmars.records.metrics import Metrics, open_metrics
+from torchmars.records.lines import METRICS_FILE, Journal, last_step
+from torchmars.records.metrics import Metrics
+from torchmars.records.speed import Throughput
+from torchmars.records.trackers import Tracker, open_trackers
 from torchmars.training.checkpointer import Checkpointer, RunState
 from torchmars.training.optimizer import MovingAverage, build_optimizer
 from torchmars.training.preparation import evaluation_tasks, prepare_data, write_settings
@@ -124,21 +127,13 @@ def resolve_on_ranks(config: ResolvedConfig, layout: Layout) -> tuple[ResolvedCo
     device = layout.device
     weights = weight_device(config.parallelism, device)
     native_bfloat16 = layout.agree(lambda: multiplies_bfloat16(weights))
-    saved, source = layout.on_first(lambda: saved_and_source(config))
+    saved = layout.on_first(lambda: newest_config(checkpoints(config.checkpoints)))
+    source = layout.on_first(lambda: resolve_source(config.checkpoint.init_from, saved))
     config = resolve_dtypes(config, device, native_bfloat16, saved)
     compiles = layout.agree(lambda: can_compile(device))
     config = resolve_compile(config, device, compiles, layout.group("tp").size, saved)
     config = replace(config, checkpoint=replace(config.checkpoint, init_from=source))
     return config, native_bfloat16, compiles
-
-
-def saved_and_source(config: ResolvedConfig) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the config of the run's newest checkpoint, None without one, and checkpoint.init_from.
-
-    The latter is as `resolve_source` has it. Raises `UserError`.
-    """
-    saved = newest_config(checkpoints(config.checkpoints))
-    return saved, resolve_source(config.checkpoint.init_from, saved)
 
 
 def resolve_source(source: str | None, saved: dict[str, Any] | None) -> str | None:
@@ -198,27 +193,30 @@ def lay_out_model(
 
 
 def open_reports(
-    config: ResolvedConfig,
-    layout: Layout,
-    checkpointer: Checkpointer,
-    state: RunState,
+    config: ResolvedConfig, layout: Layout, checkpointer: Checkpointer, state: RunState
 ) -> tuple[Metrics, MachinesBefore | None]:
-    """Open the files of the run's reports, unless it is complete.
+    """Open the files of the run's reports, to continue after `state`, unless it is complete.
 
-    Returns on the first rank also the machines of an elastic run before this start.
+    Lines of later steps are dropped, and of a validation at this one that `state` lacks. Returns on
+    the first rank also the machines of an elastic run before this start. Raises `UserError` on
+    every rank if a file cannot be written.
     """
-    elastic = layout.first and process.fewest_ranks() is not None
-    before = machines_before(config.run.path) if elastic else None
-    complete = state.step >= config.training.last_step
-    if not complete:
-        layout.on_first(lambda: write_settings(config))
-    metrics = open_metrics(
-        layout,
-        config,
-        step=state.step,
-        validated=state.validation_loss is not None,
-        flops_per_token=checkpointer.model.whole.flops_per_token(),
-        check=checkpointer.saver.owned.check_run,
-        write=not complete,
+    training, step = config.training, state.step
+    flops_per_token = checkpointer.model.whole.flops_per_token()
+    speed = Throughput(
+        step, training.tokens_per_step, flops_per_token, layout.device, layout.world.size
     )
-    return metrics, before
+
+    def open_files() -> tuple[Journal, list[Tracker], MachinesBefore | None]:
+        elastic = process.fewest_ranks() is not None
+        before = machines_before(config.run.path) if elastic else None
+        write_settings(config)
+        journal = Journal(config.run.path / METRICS_FILE, checkpointer.saver.owned.check_run)
+        reached = last_step(journal.file)
+        journal.rewind(step, validated=state.validation_loss is not None)
+        return journal, open_trackers(config, step, reached), before
+
+    complete = step >= training.last_step
+    opened = None if complete else layout.only_first(open_files)
+    journal, trackers, before = opened or (None, [], None)
+    return Metrics(journal, trackers, speed, training.steps, layout.device), before
