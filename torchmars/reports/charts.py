@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 
 from torchmars.records.run import BITS, SKIPPED, SPEED, Run
 
-# The phases of a step, in time order.
-PHASES = ("data", "forward", "backward", "pipeline", "reduce", "optimizer", "other")
-
 
 @dataclass(frozen=True)
 class Chart:
@@ -23,8 +20,6 @@ class Chart:
     """Whether 0 is the end of its scale: speeds, shares, counts."""
     log: bool = False
     """Whether its values are of different orders."""
-    bars: bool = False
-    """Whether its values are parts of a whole: a bar for each run has their medians."""
     names: tuple[str, ...] = ()
     """The measurements that it has."""
 
@@ -47,7 +42,7 @@ REST = (
     Chart("Cosine of successive gradients", r"train/.+/cosine", smooth=True),
     Chart("Skipped steps so far", SKIPPED, from_zero=True),
     Chart("MFU (share of the peak)", r"train/mfu", smooth=True, from_zero=True),
-    Chart("Time of a step (ms, medians)", r"train/[a-z]+_ms", bars=True),
+    Chart("Time of a step (ms)", r"train/[a-z]+_ms", smooth=True, from_zero=True),
     Chart("Peak memory so far (GiB)", r"train/memory_gib"),
     Chart("Stall of a checkpoint (ms)", r"checkpoint/stall_ms"),
 )
@@ -70,7 +65,7 @@ def charts_of(runs: Sequence[Run], every: bool) -> list[Chart]:
         own = [name for name in left if re.fullmatch(chart.pattern, name)]
         left = [name for name in left if name not in own]
         if own:
-            charts.append(replace(chart, names=tuple(sorted(own, key=place_of_phase))))
+            charts.append(replace(chart, names=tuple(own)))
     return charts + [chart_of(name) for name in left if every]
 
 
@@ -87,9 +82,3 @@ def short_names(names: Sequence[str]) -> list[str]:
         "/".join(part for part, *same in zip(own, *parts) if len(set(same)) > 1) or own[-1]
         for own in parts
     ]
-
-
-def place_of_phase(name: str) -> int:
-    """Return the place of a phase among those of a step."""
-    phase = short_names([name])[0]
-    return PHASES.index(phase) if phase in PHASES else len(PHASES)

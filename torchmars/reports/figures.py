@@ -70,7 +70,7 @@ def runs_figure(runs: Sequence[Run], every: bool = False) -> Figure | None:
     legend = dict(zip(names, handles)) if len(runs) > 1 else {}
     if any(len(restarts(run)) for run in runs):
         legend["restart"] = Line2D([], [], color=GRAY, linestyle=":")
-    draws = [partial(draw_chart, chart, runs, names) for chart in charts]
+    draws = [partial(draw_chart, chart, runs) for chart in charts]
     step = f": step {runs[0].last_step:,} of {runs[0].steps:,}" if len(runs) == 1 else ""
     return panels(title_of(names) + step, legend, draws, 3 if every else 2)
 
@@ -141,12 +141,9 @@ def drawn(figure: Figure, kind: str) -> bytes:
     return content.getvalue()
 
 
-def draw_chart(chart: Chart, runs: Sequence[Run], names: list[str], axes: Axes) -> None:
+def draw_chart(chart: Chart, runs: Sequence[Run], axes: Axes) -> None:
     """Draw a chart of all runs into a panel. The panels of a figure have the same steps."""
     axes.set_title(label(chart.title))
-    if chart.bars:
-        draw_bars(chart, runs, names, axes)
-        return
     draw_lines(chart, runs, axes)
     for number, run in enumerate(runs):
         shade = color(number) if len(runs) > 1 else GRAY
@@ -192,22 +189,8 @@ def draw_lines(chart: Chart, runs: Sequence[Run], axes: Axes) -> None:
         legend_below(axes, labels)
 
 
-def draw_bars(chart: Chart, runs: Sequence[Run], names: list[str], axes: Axes) -> None:
-    """Draw the medians of the parts of a whole: a bar for each run."""
-    rows, begins = np.arange(len(runs)), np.zeros(len(runs))
-    labels = {}
-    for at, (name, phase) in enumerate(zip(chart.names, short_names(chart.names))):
-        values = [run.finite(name) for run in runs]
-        lengths = np.array([float(np.median(each)) if len(each) else 0.0 for each in values])
-        labels[label(phase)] = axes.barh(rows, lengths, left=begins, color=color(at), alpha=0.85)
-        begins += lengths
-    axes.set_yticks(rows, names)
-    axes.set_ylim(len(runs) - 0.3, -0.7)  # the first run at the top
-    legend_below(axes, labels)
-
-
 def legend_below(axes: Axes, labels: dict[str, Any]) -> None:
-    """Say below a panel what its lines or bars are: within it they would be covered."""
+    """Say below a panel what its lines are: within it they would be covered."""
     where: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
     axes.legend(labels.values(), labels, **where, ncols=5, fontsize=7)
 
