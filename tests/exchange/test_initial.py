@@ -55,8 +55,8 @@ def started(tables):
         name: {key: whole_of(value) for key, value in trainer.optimizer.state[parameter].items()}
         for name, parameter in trainer.model.weights.items()
     }
-    origin = trainer.reporter.introduction[-1]
-    return trainer.state.step, trainer.loader.position, whole, states, origin
+    reached = trainer.state.step, trainer.loader.position
+    return *reached, whole, states, trainer.resumed.origin
 
 
 @pytest.mark.parametrize(
