@@ -56,7 +56,6 @@ def test_an_unknown_command_is_named(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "word,remedy",
     [
-        ("sample", "did you mean torchmars generate?"),
         ("eval", "did you mean torchmars evaluate?"),
         ("version", "did you mean torchmars --version?"),
         ("m.toml", "did you mean torchmars train m.toml?"),
@@ -64,7 +63,7 @@ def test_an_unknown_command_is_named(monkeypatch, capsys):
         ("runs/plan", "torchmars --help lists them"),  # a path is no misspelt command
     ],
 )
-def test_a_word_of_other_programs_and_one_like_none(monkeypatch, capsys, word, remedy):
+def test_a_word_like_a_command_and_one_like_none(monkeypatch, capsys, word, remedy):
     assert main(monkeypatch, capsys, word) == (
         2,
         "",

@@ -64,13 +64,3 @@ def test_other_versions_are_named(tmp_path, version):
         file.write_text(text)
         with pytest.raises(OtherVersion, match=message):
             FORMAT.read(file, Run)
-
-
-@pytest.mark.parametrize(
-    "name", ["torchmars-other-4", "torchmars-test-", "torchmars-test-x", 4, None]
-)
-def test_other_kinds_of_files_are_no_versions(tmp_path, name):
-    file = tmp_path / "manifest.json"
-    file.write_text(json.dumps({"format": name}))
-    with pytest.raises(ValueError, match="its format is "):
-        FORMAT.read(file, Run)

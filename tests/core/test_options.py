@@ -95,8 +95,6 @@ class Look:
 @pytest.mark.parametrize(
     "args,message",
     [
-        ("r --tasks a b", "'b': if it belongs to --tasks, write --tasks a,b"),
-        ("--tasks a b r", "'r': if it belongs to --tasks, write --tasks a,b"),
         ("r --tasks=a b", "'b': see --help"),
         ("r --top-size 3 b", "'b': see --help"),
         ("r --out", "--out needs a value: it must be the path of a file or folder"),

@@ -10,7 +10,6 @@ from torchmars.core.places import ObjectPath, local_place, place
 LOCAL = {
     name: name for name in ("runs/x", "a:b/c", "run-2024-01-01T10:00:00", "x@y", "~/x", "/x/s3:b")
 }
-LOCAL |= {"file:///tmp/x": "/tmp/x", "file:/tmp/x": "/tmp/x", "file://localhost/x": "/x"}
 STORED = {name: name for name in ("s3://b/x", "gs://b", "gcs://b_u.c-k/é", "az://c/x", "abfs://c")}
 STORED |= {"s3:/b/x": "s3://b/x", "s3://b//x/": "s3://b/x"}
 STORED |= {"abfs://c@acc.dfs.core.windows.net/x": "abfs://c@acc.dfs.core.windows.net/x"}
@@ -29,7 +28,16 @@ MISSPELLED = (
     ),
     *("s3:\\b\\x", "C:\\x", '"s3://b"', "s3a://b", "abfss://c@a.b/x", "az://c@a.core.net/x"),
     *("s3://b/x?versionId=1", "s3://b/x#f", "s3://b/../x", "s3://b/.", "s3://../x", "s3://b/x*"),
-    *("s3://bü", "s3://b%20c", "s3://-b", "s3://b/\n", "s3://b/\udcff", "file://h/x", "file:x"),
+    *(
+        "s3://bü",
+        "s3://b%20c",
+        "s3://-b",
+        "s3://b/\n",
+        "s3://b/\udcff",
+        "file://h/x",
+        "file:x",
+        "file:///x",
+    ),
     *("http://169.254.169.254/x", "HTTPS://h/x", "hdfs://n/x", "jupyter://h/x", "reference://x"),
     *("zip://x::s3://b/x.zip", "memory://x", "ftp://h/x", "github://o:r@main/x", "data:/x"),
     *("s3://me:word@b", "s3://me@b/x", "s3://me:word", "s3:me:word@b", "s3:/me:word@b"),

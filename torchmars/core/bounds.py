@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from torchmars.core.places import place, place_problem
+from torchmars.core.places import place_problem
 from torchmars.core.typed import meant
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -158,7 +158,7 @@ class Place(Pattern):
         """Return such a path. Raises `ValueError` for another text."""
         if wrong := place_problem(value, self.stores):
             raise ValueError(wrong)
-        return super().check(str(place(value)) if value.startswith("file:") else value)
+        return super().check(value)
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,7 @@ class Local(Bounds):
 
     def check(self, value: str) -> str:
         """Return such a text. Raises `ValueError` for another one."""
-        name, equals, file = value.partition("=")
-        for text in (value, file):
+        for text in (value, value.partition("=")[2]):
             if wrong := place_problem(text, stores=False):
                 raise ValueError(wrong)
-        if value.startswith("file:"):
-            return str(place(value))
-        return f"{name}={place(file)}" if file.startswith("file:") else value
+        return value

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torchmars.core.console import say
 from torchmars.core.errors import Ended, UserError
 from torchmars.core.files import name_problem
-from torchmars.core.help import documentation, options_of, print_help_if_asked
+from torchmars.core.help import options_of, print_help_if_asked
 from torchmars.core.places import place
 from torchmars.core.tables import table
 from torchmars.core.typed import describe, make, meant, nearest, read_words, without_none
@@ -38,21 +38,8 @@ def parse(kind: type[T], args: list[str], prog: str) -> T:
         values[each.name] = made(each.hint, given, each.spelled)
         taken = len(rest) if many else index + 1
     if rest[taken:]:
-        raise UserError(f"cannot read the argument {rest[taken]!r}: {commas(kind, args, rest)}")
+        raise UserError(f"cannot read the argument {rest[taken]!r}: see --help")
     return build(kind, values)
-
-
-def commas(kind: type, args: list[str], rest: list[str]) -> str:
-    """Return the remedy for a word too many: commas, where an option has several between commas.
-
-    `rest` are the words of `args` that are no options of `kind`.
-    """
-    texts = documentation(kind)
-    for option, value, after in zip(args, args[1:], args[2:]):
-        name = option.removeprefix("--").replace("-", "_")
-        if option.startswith("--") and "commas" in texts.get(name, "") and after in rest:
-            return f"if it belongs to {option}, write {option} {value},{after}"
-    return "see --help"
 
 
 def take_options(kind: type[T], args: list[str]) -> tuple[T, list[str]]:

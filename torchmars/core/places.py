@@ -16,7 +16,6 @@ STORES = {
 PROTOCOLS = "|".join(STORES)
 # What is no path, though one could be called so: else a folder `S3:` would be made on a disk.
 ADDRESS = re.compile(rf".*://|\s*(?:[a-z][\w+.-]*:[/\\]|(?:{PROTOCOLS}|file):)", re.I | re.S)
-FILE = re.compile(r"file:(?://(?:localhost)?)?(/[^/].*)", re.S)  # the name of a local file
 # The name of an object, or of a folder of them. `Path` makes one slash of two.
 BUCKET = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 NAME = re.compile(rf"(?:(?:{PROTOCOLS})://?{BUCKET}|abfs://?{BUCKET}@{BUCKET})(/.*)?", re.S)
@@ -37,7 +36,7 @@ def place_problem(name: str | PurePath, stores: bool = True, pattern: bool = Fal
     It may be a `pattern` of many.
     """
     text = str(name)
-    if FILE.fullmatch(text) or not ADDRESS.match(text):
+    if not ADDRESS.match(text):
         return ""
     if not stores:
         return "must be a path of this machine's disks, not the name of a store or an address"
@@ -60,8 +59,6 @@ def place(
     if wrong := place_problem(name, stores, pattern):
         raise UserError(f"{option} {wrong}")
     text = str(name)
-    if file := FILE.fullmatch(text):
-        return Path(file[1])
     return ObjectPath(text) if NAME.fullmatch(text) else Path(name)
 
 

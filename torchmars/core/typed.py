@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from torchmars.core.errors import UserError
-from torchmars.core.synonyms import ALIKE, GENERIC, ours, spelled_plainly
 
 T = TypeVar("T")
 Path = Sequence[int | str]  # the keys and indices that lead to a value
@@ -124,33 +123,20 @@ def setting_meant(kind: Any, above: Path, key: str) -> str:
     """Return the dotted name that `key`, which no field of the table `above` has, was meant to be.
 
     It is a setting, or a section, of the dataclass `kind`: "" if none is like it. A setting of
-    another section is one only by a synonym, or by an exact name that it alone has.
+    another section is one only by its exact name.
     """
     owner = [step for step in above if isinstance(step, str)]
     known = [each.name for each in dataclasses.fields(without_none(hint_at(kind, above)))]
-    settings = [*dotted_names(kind)]
-    alone, bare, others = names_alone(settings), spelled_plainly(key), ours(key)
-    if bare in known:  # in other letters
-        return ".".join([*owner, bare])
-    sections = "", *owner[:1], *(ALIKE[each] for each in owner[:1] if each in ALIKE)
-    for section, _, name in (each.rpartition(".") for each in others):
-        if name in known and section in sections:
-            return ".".join([*owner, name])
-    near = nearest(key, known, likeness=1) if owner else ""
-    if near and bare not in alone:
+    if owner and (near := nearest(key, known, OF_SETTING)):
         return ".".join([*owner, near])
-    others = [each for each in others if each in settings]
-    if len(others) > 1 or bare in GENERIC:  # nowhere but in these sections
-        others = [each for each in others if each.endswith(f".{bare}")]
-    if other := next(iter(others), alone.get(bare, "")):
-        return other
-    if not owner and bare not in GENERIC:
-        alone |= {each.replace(".", "_"): each for each in settings}  # training_steps
-        alone |= {each: each for each in known}
-        if near := nearest(key, [*alone], OF_SETTING):
-            return alone[near]
-    near = "" if bare in GENERIC else nearest(key, known, OF_SETTING)
-    return near and ".".join([*owner, near])
+    settings = [*dotted_names(kind)]
+    # Of two of one name the first: `n_layer` is the model's.
+    alone = {each.rpartition(".")[2]: each for each in reversed(settings)}
+    alone |= {each.replace(".", "_"): each for each in settings}  # training_steps
+    if owner or spelled_plainly(key) in alone:
+        return alone.get(spelled_plainly(key), "")
+    alone |= {each: each for each in known}
+    return alone.get(nearest(key, [*alone], OF_SETTING), "")
 
 
 def dotted_names(kind: Any, above: str = "") -> Iterator[str]:
@@ -163,27 +149,22 @@ def dotted_names(kind: Any, above: str = "") -> Iterator[str]:
             yield above + field
 
 
-def names_alone(settings: Sequence[str]) -> dict[str, str]:
-    """Return the dotted name of each setting of a section whose name alone says what it is.
-
-    Of two that have the same name the first counts: `n_layer` is the model's.
-    """
-    dotted = [each.rpartition(".")[::2] for each in reversed(settings) if each.count(".") == 1]
-    return {name: f"{section}.{name}" for section, name in dotted if name not in GENERIC}
+def spelled_plainly(name: str) -> str:
+    """Return a name without what spellings differ in: case, - and _."""
+    return name.replace("-", "_").strip("_").lower()
 
 
 def nearest(name: str, known: Sequence[str], likeness: float = LIKENESS) -> str:
     """Return the name among those `known` that `name` was meant to be; "" if none is like it.
 
-    It is another spelling, a synonym, one very like it, the only one of which it is a part, or the
-    most like it.
+    It is another spelling, one very like it, the only one of which it is a part, or else the most
+    like it.
     """
     bare = {spelled_plainly(each): each for each in known}
     name = spelled_plainly(name)
     whole = [each for each in bare if each.startswith(name) or each.endswith(f"_{name}")]
     alone = len(whole) == 1 and len(name) > 2
-    near = [name, *map(spelled_plainly, ours(name))]
-    near += difflib.get_close_matches(name, bare, 1, max(likeness, 0.8))
+    near = [name, *difflib.get_close_matches(name, bare, 1, max(likeness, 0.8))]
     near += [*(whole if alone else []), *difflib.get_close_matches(name, bare, 1, likeness)]
     return next((bare[each] for each in near if each in bare), "")
 
