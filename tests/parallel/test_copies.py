@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.optim.tensors import local_part
 from torchmars.parallel import fsdp, parallel_model
-from torchmars.parallel.copies import Copies
+from torchmars.parallel.fsdp import Copies
 
 # Model, training, parallelism, activation checkpointing, whether documents are kept apart.
 CASES = [

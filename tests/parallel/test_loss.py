@@ -16,7 +16,7 @@ from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
 from torchmars.models.initialize import init_weights
-from torchmars.parallel import softmax
+from torchmars.parallel import loss as losses
 from torchmars.parallel.loss import mean_loss, token_losses, token_scores
 from torchmars.planning.memory import MemoryCounter
 
@@ -45,7 +45,7 @@ def whole(hidden, weight, targets, z_loss=0.0):
 @pytest.fixture
 def as_written(monkeypatch):
     """Let what is to be compiled run as it is written: that gives the same, to rounding."""
-    monkeypatch.setattr(softmax, "_compiled", lambda kernel: kernel)
+    monkeypatch.setattr(losses, "_compiled", lambda kernel: kernel)
 
 
 def relative_error(found, expected):
@@ -162,7 +162,7 @@ def plain_gradients(name):
 
 def gradients_in_chunks(cases, compile):
     """What `tests.parallel.test_gradients` finds on this rank, of chunks of few tokens."""
-    softmax._compiled = lambda kernel: kernel
+    losses._compiled = lambda kernel: kernel
     return [gradients.gradients_on(*case, chunk=5, compile_loss=compile) for case in cases]
 
 

@@ -13,7 +13,7 @@ class Chooser(nn.Module):
     """Gives each token the expert of its largest logit, weighted by a sigmoid of it."""
 
     bias = pressure = None
-    z_loss, always_weighs_the_same = 0.0, False
+    z_loss = 0.0
 
     def __init__(self, width, experts):
         super().__init__()

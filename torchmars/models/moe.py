@@ -78,7 +78,6 @@ class Router(nn.Module):
         # No nn.Linear: such layers are computed in float8 where that is asked for.
         self.weight = nn.Parameter(torch.empty(experts, width))
         self.register_buffer("bias", torch.zeros(experts) if sigmoid else None)
-        self.is_softmax = not sigmoid
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and numbers of the experts that tokens `x` [tokens, width] use.
@@ -111,11 +110,6 @@ class Router(nn.Module):
         others = torch.ones_like(of_groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
         return of_groups.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
 
-    @property
-    def always_weighs_the_same(self) -> bool:
-        """Whether weights are the same whatever the logits are: they have no gradient then."""
-        return self.used == 1 and (self.normalize or (self.is_softmax and len(self.weight) == 1))
-
 
 class Experts(nn.Module):
     """Many SwiGLU MLPs of one shape, as three stacks of matrices [experts, out, in]."""
@@ -141,8 +135,8 @@ class MoE(nn.Module):
     Where `counted` [experts], int64, is set, it adds to that how many tokens chose each expert.
     What layouts and balance use of it, and so of another that a model's `routed` names: `counted`,
     `dispatch`, `shared`, `router` and `experts`. Of a router they use `weight` [experts, width],
-    `bias`, `pressure`, `z_loss` and `always_weighs_the_same`. All parameters of `experts` are
-    stacks [experts, ...]. Both pass each weight through their `local` before they compute with it.
+    `bias`, `pressure` and `z_loss`. All parameters of `experts` are stacks [experts, ...]. Both
+    pass each weight through their `local` before they compute with it.
     """
 
     counted: Tensor | None = None

@@ -1,7 +1,5 @@
 """Checks of a layout that need no ranks."""
 
-from collections.abc import Iterator
-
 from torchmars.config import Config, Degrees
 from torchmars.config.compile import compile_problem
 from torchmars.config.fields import require
@@ -23,26 +21,7 @@ def check_layout(config: Config, degrees: Degrees, model: Model) -> None:
     check_sequences(config, degrees, model)
     check_pipeline(config, degrees, model)
     check_memory(config, degrees)
-    check_float8(config, degrees)
-    check_balance(config, model)
     check_qk_clip(config, model)
-
-
-def untrained(config: Config, model: Model) -> Iterator[str]:
-    """Yield a line for each setting that leaves weights of `model` without a gradient."""
-    training = config.training
-    if any(each.router.always_weighs_the_same for each in model.routed().values()):
-        only = " except from training.balance_loss" if training.balance_loss else ""
-        yield (
-            "model.n_expert_used = 1: the one weight of a token is 1 whatever its router says, so "
-            f"routers have no gradient{only}: set model.norm_topk_prob = false, or use more of "
-            "several experts"
-        )
-    if training.seq_len == 1:
-        yield (
-            "training.seq_len = 1: a token sees itself alone, so queries and keys have no "
-            "gradient: make it longer"
-        )
 
 
 def check_cuts(degrees: Degrees, model: Model) -> None:
@@ -107,8 +86,12 @@ def check_pipeline(config: Config, degrees: Degrees, model: Model) -> None:
 
 
 def check_memory(config: Config, degrees: Degrees) -> None:
-    """Raise `UserError` for ways to save memory, or to compile, that fail under a technique."""
+    """Raise `UserError` for ways to save memory, to compile or to multiply that do not fit."""
     parallelism = config.parallelism
+    require(
+        config.training.float8.recipe == "none" or degrees.tp == 1,
+        f"training.float8 does not go with parallelism.tp = {degrees.tp}: choose another axis",
+    )
     if config.training.compile:
         problem = compile_problem(config, degrees.tp)
         require(problem is None, problem or "")
@@ -119,26 +102,6 @@ def check_memory(config: Config, degrees: Degrees) -> None:
             f"parallelism.reshard_after_forward = {size} does not divide the "
             f"{counted(shards, 'rank')} that "
             f'weights are sharded over: choose {divisor_of(shards)}, or "always"',
-        )
-
-
-def check_float8(config: Config, degrees: Degrees) -> None:
-    """Raise `UserError` for a layout on which layers cannot compute in float8."""
-    require(
-        config.training.float8.recipe == "none" or degrees.tp == 1,
-        f"training.float8 does not go with parallelism.tp = {degrees.tp}: choose another axis",
-    )
-
-
-def check_balance(config: Config, model: Model) -> None:
-    """Raise `UserError` for losses of routers if there are none."""
-    training = config.training
-    losses = {"balance_loss": training.balance_loss, "router_z_loss": training.router_z_loss}
-    for name, coefficient in losses.items():
-        require(
-            not coefficient or model.experts > 0,
-            f"training.{name} = {coefficient:g} is a loss of experts, which the model does not "
-            "have: set model.n_expert, or remove it",
         )
 
 

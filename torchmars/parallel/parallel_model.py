@@ -19,11 +19,11 @@ from torchmars.parallel.attention_logits import AttentionLogits
 from torchmars.parallel.balance import Balance
 from torchmars.parallel.batches import Batches
 from torchmars.parallel.context import Exchanged, Gathered, SequencePart
-from torchmars.parallel.copies import Copies
 from torchmars.parallel.cuts import blocks_of_stages, cut_model, sequence_unit, stage_ranks
 from torchmars.parallel.experts import deal_out_experts
 from torchmars.parallel.float8 import convert_layers
 from torchmars.parallel.fsdp import (
+    Copies,
     call_before_reduction_ends,
     is_alone,
     set_reduction,
@@ -32,10 +32,9 @@ from torchmars.parallel.fsdp import (
 )
 from torchmars.parallel.graphs import compile_blocks
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.part import ModelPart
+from torchmars.parallel.part import ModelPart, TiedTable
 from torchmars.parallel.qk_clip import QKClip
 from torchmars.parallel.tensor import cut_layers
-from torchmars.parallel.tied import TiedTable
 
 if TYPE_CHECKING:
     from torchmars.parallel.pipeline import Pipeline

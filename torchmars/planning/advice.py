@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from torchmars.parallel.checks import untrained
 from torchmars.planning.assumptions import FLOPS, GPU, MEMORY, NETWORK
 from torchmars.planning.plan import Plan
 from torchmars.planning.scaling import beyond_family
@@ -24,7 +23,6 @@ def advice(plan: Plan) -> Iterator[str]:
     yield from of_axes(plan)
     yield from of_owners(plan)
     yield from of_tokens(plan)
-    yield from untrained(plan.config, plan.whole)
     yield from beyond_family(plan.config, plan.whole)
     rows, width = plan.whole.vocab_rows, plan.whole.width
     if plan.per_node and (rows % TILE or width % TILE):

@@ -12,8 +12,8 @@ from torchmars.config import TrainingConfig
 from torchmars.models import Model
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.parallel_model import ParallelModel
+from torchmars.parallel.part import TiedTable
 from torchmars.parallel.pipeline import Pipeline
-from torchmars.parallel.tied import TiedTable
 from torchmars.planning.memory import Effect, MemoryCounter, bytes_of, grown
 from torchmars.planning.pipeline import ActionKind, Effects, actions_of_ranks
 from torchmars.planning.traffic import TrafficCounter

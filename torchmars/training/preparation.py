@@ -7,7 +7,7 @@ from torchmars.checkpoint.folder import check_place, checkpoints
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
-from torchmars.core.console import labelled, say
+from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import check_writable, write_durably
 from torchmars.core.words import counted
@@ -20,7 +20,7 @@ from torchmars.data.tokenizer_file import FileTokenizer
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.tasks import Question
 from torchmars.models import build_run_model
-from torchmars.parallel.checks import check_layout, untrained
+from torchmars.parallel.checks import check_layout
 from torchmars.parallel.float8 import check_package
 from torchmars.records.trackers import check_trackers
 
@@ -37,8 +37,6 @@ def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) 
     model = build_run_model(config, vocab_size)
     for number in numbers:
         check_layout(config, config.parallelism.degrees(number), model)
-    for text in untrained(config, model):
-        say(*labelled("warning", text))
     check_trackers(config.metrics)
     check_package(config.training.float8)
     evaluation_tasks(config)
