@@ -1,7 +1,6 @@
 """A run's folder of checkpoints: only what runs make is deleted, and of a link the link alone."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,6 @@ from torchmars.checkpoint.folder import (
     check_place,
     checkpoints,
     delete_all,
-    folder_of,
     leftovers,
     step_of,
 )
@@ -297,15 +295,3 @@ def test_a_link_that_leads_nowhere_hides_no_checkpoint(tmp_path):
     (tmp_path / "step-00000008").symlink_to("step-00000008")
     with pytest.raises(UserError, match="step-00000008 cannot be looked at .*: restore it"):
         checkpoints(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "circle/x", "file/x"])
-def test_a_folder_that_no_disk_has_is_a_line(tmp_path, name):
-    (tmp_path / "circle").symlink_to("circle")
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="checkpoint.folder cannot be a folder"):
-        check_place(tmp_path / name, tmp_path / "run")
-    named = json.dumps(f"{tmp_path}/{name}")
-    (tmp_path / "config.toml").write_text(f"[checkpoint]\nfolder = {named}")
-    with pytest.raises(UserError, match="config.toml: checkpoint.folder cannot be a folder"):
-        folder_of(tmp_path)

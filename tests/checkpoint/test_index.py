@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
-from torchmars.checkpoint.index import IndexUnpickler
+from torchmars.checkpoint.reader import IndexUnpickler
 
 
 class Attribute:

@@ -17,7 +17,7 @@ from tests.support.tiny import (
 )
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
-from torchmars.checkpoint.index import read_index, shapes_in
+from torchmars.checkpoint.reader import read_index, shapes_in
 from torchmars.exchange.saved_model import load_model
 
 EIGHT = [

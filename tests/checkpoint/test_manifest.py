@@ -169,7 +169,7 @@ def test_what_verification_was_told_to_overlook_still_falls_back_where_loading_f
     run["checkpoint"] = run["checkpoint"] | {"verify": "off"}
     data = run_folder_of(run) / "checkpoints" / "step-00000006" / "__1_0.distcp"
     data.write_bytes(data.read_bytes()[:-100_000])
-    assert "step-00000006/__1_0.distcp has no tensor where " in listen(2, run)
+    assert "step-00000006/__1_0.distcp has no tensor where one should be" in listen(2, run)
     assert metrics(run) == metrics(tables)
 
 
@@ -231,20 +231,3 @@ def test_a_checkpoint_of_another_version_stays_where_others_are_deleted(tables, 
     run["checkpoint"] = run["checkpoint"] | {"keep_last": 1, "keep_best": False}
     assert "continue  from step 6" in listen(2, run)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000008"]
-
-
-def test_a_manifest_whose_format_alone_is_damaged_is_not_of_another_version(tables, tmp_path):
-    folder = run_folder_of(copy_of(tables, "digit", tmp_path)) / "checkpoints" / "step-00000006"
-    file = folder / "manifest.json"
-    whole = file.read_text()
-    for other in ("torchmars-checkpoint-2", "torchmars-checkpoint-7", "torchmars-chackpoint-5"):
-        file.write_text(whole.replace("torchmars-checkpoint-5", other))
-        with pytest.raises(DamagedCheckpoint, match="altered: it does not match its own checksum"):
-            manifests.read(folder)
-
-
-def test_entries_that_a_later_writer_added_are_ignored(tables, tmp_path):
-    folder = run_folder_of(copy_of(tables, "added", tmp_path)) / "checkpoints" / "step-00000006"
-    expected = manifests.read(folder)
-    rewrite(folder, evaluation={"loss": 1.0})
-    assert manifests.read(folder) == expected

@@ -17,8 +17,7 @@ from torchmars.checkpoint.folder import (
     step_folder,
     step_of,
 )
-from torchmars.checkpoint.retention import Retention
-from torchmars.checkpoint.upkeep import prune_checkpoints
+from torchmars.checkpoint.upkeep import Retention, prune_checkpoints
 from torchmars.config.load import load_config
 from torchmars.core.places import place
 from torchmars.storage.storage import MANIFEST

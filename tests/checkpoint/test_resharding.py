@@ -1,11 +1,8 @@
 """Copies of a run in memory, read by another number of ranks than made them."""
 
-import contextlib
 import errno
-import io
 import os
 import shutil
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -17,9 +14,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.checkpoint.test_memory import manifest
 from tests.support.damage import flip
 from tests.support.ranks import run_ranks
-from torchmars.checkpoint.memory import partner
+from torchmars.checkpoint.memory import exchange
 from torchmars.checkpoint.memory.copies import MemoryCopies
-from torchmars.checkpoint.memory.resharding import Resharding
+from torchmars.checkpoint.memory.exchange import Resharding
 from torchmars.checkpoint.memory.shared_memory import MEMORY
 from torchmars.checkpoint.memory.slots import HEADERS, header_of
 from torchmars.config import Degrees
@@ -58,15 +55,15 @@ def state(step):
     }
 
 
-def opened(folder, machines, fewest=None):
+def opened(folder, machines):
     """The copies of this rank. `machines` has the letter of each rank's machine."""
-    partner.PIECE = 20  # bytes: most tensors are sent in several pieces
+    exchange.PIECE = 20  # bytes: most tensors are sent in several pieces
     rank = dist.get_rank()
     machine = Path(folder) / machines[rank]
     machine.mkdir(exist_ok=True)
     os.environ |= {"LOCAL_RANK": f"{rank - machines.index(machines[rank])}", MEMORY: f"{machine}"}
     layout = Layout.create(torch.device("cpu"), Degrees(dp_shard=dist.get_world_size()))
-    return MemoryCopies(layout, state(0), fewest)
+    return MemoryCopies(layout, state(0))
 
 
 def check(copies, least=0):
@@ -196,21 +193,3 @@ def test_a_rank_without_memory_is_told_on_all_ranks(tmp_path):
     run(tmp_path, "abc", [1])
     first, second = run_ranks(without_memory, 2, tmp_path, "ab")
     assert first == second and first.startswith("rank 1 on ") and "allocate" in first
-
-
-def told_of_room(folder, fewest, free):
-    """What the first of 4 ranks on two machines says where this many bytes are free."""
-    shutil.disk_usage = lambda path: namedtuple("usage", "free")(free)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        copies = opened(folder, "aabb", fewest)
-    return said.getvalue(), 2 * sum(copies.layout.gather(lambda: copies.size + copies.other)[:2])
-
-
-def test_a_line_says_where_copies_of_the_fewest_ranks_have_no_room(tmp_path):
-    said, here = run_ranks(told_of_room, 4, tmp_path, 2, 0)[0]
-    assert said.count("warning") == said.count("\n") == 1 and "a change to 2 ranks lacks" in said
-    # A machine alone has no copies of another, and each rank has twice as much.
-    assert run_ranks(told_of_room, 4, tmp_path, 2, here * 5 // 4)[0][0] == ""
-    assert run_ranks(told_of_room, 4, tmp_path, 1, here * 9 // 4)[0][0] == ""
-    assert "lacks" in run_ranks(told_of_room, 4, tmp_path, 1, here)[0][0]
-    assert [run_ranks(told_of_room, 4, tmp_path, each, 0)[0][0] for each in (4, None)] == ["", ""]

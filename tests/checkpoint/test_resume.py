@@ -24,7 +24,7 @@ from tests.support.tiny import (
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import DamagedCheckpoint
-from torchmars.checkpoint.resume import as_set, check_same_run
+from torchmars.checkpoint.resume import check_same_run
 from torchmars.checkpoint.state_dict import load_copy
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
@@ -209,10 +209,10 @@ def test_the_same_windows_are_read_each_once(folder):
     [
         ({"run": {"seed": 1}}, "made with run.seed = 0, the config says 1"),
         ({"model": {"n_layer": 3}}, "made with model.n_layer = 2, the config says 3"),
-        ({"model": {"n_layer": None}}, r"n_layer = 2, the config says not set \(size nano has 4\)"),
+        ({"model": {"n_layer": None}}, "n_layer = 2, the config says none"),
         (
             {"model": {"vocab_size": 512}},
-            "made with model.vocab_size not set, the config says 512: set it back",
+            "made with model.vocab_size = none, the config says 512: set it back",
         ),
         ({"training": {"seq_len": 64}}, "made with training.seq_len = 32, the config says 64"),
         (
@@ -478,9 +478,3 @@ def stale_copies(folder):
 def test_a_rank_alone_computes_with_the_weights_that_it_has(tmp_path):
     write_text(tmp_path)
     assert run_ranks(stale_copies, 1, tmp_path) == [[]]
-
-
-def test_a_family_without_such_a_size_is_no_crash(own_family):
-    settings = {"model.name": "plain", "model.size": "none of its own", "model.n_layer": None}
-    assert as_set(settings, "model.n_layer") == "not set"
-    assert as_set(settings | {"model.size": "tiny"}, "model.n_layer") == "not set (size tiny has 2)"

@@ -1,7 +1,7 @@
 """Which checkpoints of a run are kept."""
 
 from tests.support.tiny import metrics, steps_kept, tiny_tables, train, write_text
-from torchmars.checkpoint.retention import steps_to_delete
+from torchmars.checkpoint.upkeep import steps_to_delete
 from torchmars.config import CheckpointConfig
 
 

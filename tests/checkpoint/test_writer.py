@@ -11,8 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
 from tests.support.storages import Creating, keep_on
-from torchmars.checkpoint.index import INDEX, IndexUnpickler
-from torchmars.checkpoint.reader import read_tensors
+from torchmars.checkpoint.reader import INDEX, IndexUnpickler, read_tensors
 from torchmars.checkpoint.writer import TensorWriter
 from torchmars.config import Degrees
 from torchmars.core.errors import UserError

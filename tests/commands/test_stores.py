@@ -121,7 +121,7 @@ def test_mistakes_of_the_setting_are_told(tables, tmp_path):
     os.environ.pop("AWS_SECRET_ACCESS_KEY")
     err = refused("checkpoint", "verify", FOLDER)
     os.environ.update(SECRETS)
-    assert "the store refuses (Partial credentials found" in err
+    assert "the store or its client refuses (Partial credentials found" in err
 
 
 def test_the_same_tokens_are_made_of_a_corpus_in_a_store(server, tmp_path):

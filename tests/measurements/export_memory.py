@@ -19,8 +19,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.owned import OwnedFolders
-from torchmars.checkpoint.saver import Saver
+from torchmars.checkpoint.saver import OwnedFolders, Saver
 from torchmars.checkpoint.state_dict import model_state
 from torchmars.cluster import connection
 from torchmars.config import ResolvedConfig

@@ -27,9 +27,8 @@ import torch.distributed as dist
 
 from tests.support.store import BUCKET, ServerProcess, variables
 from torchmars.checkpoint import manifest as manifests
-from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.reader import read_tensors
+from torchmars.checkpoint.reader import read_index, read_tensors
 from torchmars.checkpoint.writer import TensorWriter
 from torchmars.config import Degrees
 from torchmars.core.places import place

@@ -22,7 +22,7 @@ import os
 import time
 from pathlib import Path
 
-from torchmars.checkpoint.retention import Retention
+from torchmars.checkpoint.upkeep import Retention
 from torchmars.checkpoint.saver import Saver
 from torchmars.core import locks
 from torchmars.records.lines import Journal

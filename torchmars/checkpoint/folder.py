@@ -87,8 +87,6 @@ def check_place(folder: PurePath, run: Path) -> None:
     elif isinstance(whole, Path) and whole != run.resolve():
         if all(os.path.exists(whole / name) for name in ("config.toml", "lock")):
             wrong = "is the folder of another run"
-    if isinstance(whole, Path) and whole.is_dir() and not os.access(whole, os.R_OK | os.X_OK):
-        wrong = "cannot be listed: who knows what checkpoints it has"
     if wrong:
         raise UserError(f"{folder} {wrong}: set checkpoint.folder to another folder")
 

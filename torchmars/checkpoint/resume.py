@@ -17,7 +17,6 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.words import or_none
 from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.models import family
 from torchmars.optim import MARS
 from torchmars.storage import storage_of
 from torchmars.storage.storage import MANIFEST
@@ -142,8 +141,8 @@ def check_same_run(
         same_run = any(f"{name}.".startswith(f"{field}.") for field in fields)
         if same_run and was.get(name) != now.get(name):
             raise UserError(
-                f"{folder} was made with {name} {as_set(was, name, '= ')}, the config says "
-                f"{as_set(now, name)}: set it back, or choose another run.name"
+                f"{folder} was made with {name} = {or_none(was.get(name))}, the config says "
+                f"{or_none(now.get(name))}: set it back, or choose another run.name"
             )
     if manifest.data_fingerprint != data:
         places = ", ".join(corpus.path for corpus in config.data.corpora())
@@ -172,13 +171,3 @@ def check_same_run(
 def flat_settings(config: Config) -> dict[str, Any]:
     """Return the settings of a config by name, as a manifest has them."""
     return flattened(json.loads(json.dumps(asdict(config))))
-
-
-def as_set(settings: dict[str, Any], name: str, before: str = "") -> str:
-    """Return a setting's value in words; where it is not set, what the model's size has."""
-    if (value := settings.get(name)) is not None:
-        return f"{before}{value}"
-    size = settings["model.size"]
-    of_size = family(settings["model.name"]).settings.sizes.get(size, {})
-    key = name.removeprefix("model.")
-    return f"not set (size {size} has {of_size[key]})" if key in of_size else "not set"

@@ -10,18 +10,19 @@ from pathlib import Path, PurePath
 
 from torch import Tensor
 
-from torchmars.checkpoint.folder import step_folder
+from torchmars.checkpoint.folder import check_place, step_folder
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.owned import OwnedFolders
-from torchmars.checkpoint.retention import Retention
 from torchmars.checkpoint.staging import Staging
+from torchmars.checkpoint.upkeep import Retention
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import ResolvedConfig
+from torchmars.config.run import RunConfig
 from torchmars.core.device import use
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.parallel.layout import Layout
-from torchmars.storage import storage_of
-from torchmars.storage.storage import LostOwnership, Storage
+from torchmars.storage import Owner, storage_of
+from torchmars.storage.local import FileOwner
+from torchmars.storage.storage import LostOwnership
 
 # Seconds after which a thread that runs Python gives way to another that wants to, during a save.
 # docs/benchmarks.md has the time that training loses to a save.
@@ -37,6 +38,57 @@ def giving_way() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+class OwnedFolders:
+    """The folders that the first rank has taken; it writes for all ranks."""
+
+    def __init__(self) -> None:
+        self.run: FileOwner | None = None
+        self.checkpoints: Owner | None = None
+        """None also where the folder of the run has the checkpoints."""
+
+    def take(self, layout: Layout, run: RunConfig, checkpoints: PurePath) -> None:
+        """Keep other processes from the folder of the `run`, and other runs from its `checkpoints`.
+
+        Raises `UserError` on every rank.
+        """
+        layout.on_first(lambda: check_place(checkpoints, run.path))
+        layout.on_first(run.check_links)
+        self.run = layout.only_first(lambda: FileOwner(run.lock, f"training the run {run.path}"))
+        try:
+            self.checkpoints = layout.only_first(
+                lambda: (
+                    self.run and storage_of(checkpoints).take(checkpoints, run.path, self.run.id)
+                )
+            )
+        except UserError:  # a program may go on
+            self.release()
+            raise
+
+    def check_run(self) -> None:
+        """Raise `LostOwnership` if another process has taken over the run."""
+        if self.run is not None:
+            self.run.check()
+
+    def check(self) -> None:
+        """Raise `LostOwnership`, and `Unreachable` where a store does not answer."""
+        self.check_run()
+        if self.checkpoints is not None:
+            self.checkpoints.check()
+
+    def close(self) -> None:
+        """Let other runs have the checkpoints, and the run's folder when this process ends."""
+        if self.checkpoints is not None:
+            self.checkpoints.release()
+            self.checkpoints = None
+
+    def release(self) -> None:
+        """Let others have both folders before this process ends."""
+        self.close()
+        if self.run is not None:
+            self.run.release()
+            self.run = None
 
 
 class Saver:
@@ -70,11 +122,6 @@ class Saver:
         self.error: str | None = None
         self.lost = False  # one of the folders
         self.failures = 0
-
-    @property
-    def storage(self) -> Storage:
-        """Where the folder lies."""
-        return storage_of(self.folder)
 
     @property
     def group(self) -> str:
@@ -197,9 +244,9 @@ class Saver:
     def _stage(self, folder: PurePath) -> PurePath:
         """Return the folder that `folder` is until it is complete."""
         self.retention.clear()
-        return self.storage.stage(folder)
+        return storage_of(self.folder).stage(folder)
 
     @reporting_disk_errors()
     def _publish(self, manifest: CheckpointManifest, staged: PurePath, folder: PurePath) -> None:
         self.owned.check()
-        self.storage.publish(staged, folder, manifest.text())
+        storage_of(self.folder).publish(staged, folder, manifest.text())

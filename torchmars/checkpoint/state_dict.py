@@ -10,9 +10,8 @@ from pathlib import PurePath
 import torch
 from torch import Tensor
 
-from torchmars.checkpoint.index import read_index
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.reader import read_tensors
+from torchmars.checkpoint.reader import read_index, read_tensors
 from torchmars.core.device import gpu_type
 from torchmars.optim import MARS
 from torchmars.optim.tensors import local_part, unwrapped

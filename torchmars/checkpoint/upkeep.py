@@ -1,9 +1,10 @@
-"""Upkeep of a run's checkpoints: verify and prune them."""
+"""Which checkpoints of a run are kept: the deletion of others, by the run or a command; verify."""
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
-from typing import Any
 
+from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import (
     checkpoints,
     delete_all,
@@ -15,8 +16,7 @@ from torchmars.checkpoint.folder import (
 )
 from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.resume import read_verified
-from torchmars.checkpoint.retention import steps_to_delete
-from torchmars.config import CheckpointConfig
+from torchmars.config import CheckpointConfig, ResolvedConfig
 from torchmars.config.load import without_none
 from torchmars.config.run import RunConfig
 from torchmars.core.console import say
@@ -25,7 +25,78 @@ from torchmars.core.files import path_problem
 from torchmars.core.formats import OtherVersion
 from torchmars.core.typed import make
 from torchmars.core.words import counted
+from torchmars.storage import storage_of
 from torchmars.storage.storage import DAMAGED, DELETED
+
+
+class Retention:
+    """Deletes checkpoints that a run does not keep, on the first rank.
+
+    `check` raises a `UserError` if this process may not write there. `warn` prints a line.
+    """
+
+    def __init__(
+        self, config: ResolvedConfig, check: Callable[[], None], warn: Callable[[str], None]
+    ) -> None:
+        self.config, self.run, self.folder = config.checkpoint, config.run, config.checkpoints
+        self.check, self.warn = check, warn
+        self.undeletable: list[PurePath] = []  # a warning was printed of these
+
+    def clear(self) -> None:
+        """Delete leftovers of crashed or failed saves and deletions."""
+        self.check()
+        self._delete(path for path in leftovers(self.folder) if path.suffix != DAMAGED)
+
+    def tidy(self, step: int) -> None:
+        """Delete the checkpoints that need not be kept, now that the one of `step` is durable.
+
+        Those of another version stay: their contents are not known here. So do another run's.
+        """
+        try:
+            self.check()
+            own: dict[int, PurePath] = {}
+            losses: dict[int, float] = {}
+            for path in checkpoints(self.folder):
+                loss = None
+                try:
+                    manifest = manifests.read(path)
+                    if not manifest.is_of(self.run, path):
+                        continue
+                    loss = manifest.validation_loss
+                except OtherVersion:
+                    continue
+                except DamagedCheckpoint:
+                    pass  # nobody can load it
+                if step_of(path) > step:  # the run went back behind it, so it could not be loaded
+                    storage_of(path).set_aside(path)
+                    continue
+                own[step_of(path)] = path
+                losses |= {} if loss is None else {step_of(path): loss}
+            old = steps_to_delete([*own], losses, self.config)
+            self._delete(own[step] for step in old)
+        except (OSError, UserError) as error:
+            self.warn(f"warning: cannot tidy {self.folder}: {error}")
+
+    def _delete(self, paths: Iterable[PurePath]) -> None:
+        """Delete them as far as possible, and warn once of the others."""
+        paths = [path for path in paths if path not in self.undeletable]
+        self.undeletable += delete_all(paths, self.warn)
+
+
+def steps_to_delete(
+    steps: list[int], losses: dict[int, float], config: CheckpointConfig
+) -> list[int]:
+    """Return those of `steps` whose checkpoints `config` does not keep.
+
+    `losses` are the validation losses that are known, by step.
+    """
+    kept = set(sorted(steps)[-config.keep_last :])  # all of them for 0
+    if config.keep_every:
+        kept |= {step for step in steps if step % config.keep_every == 0}
+    losses = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+    if config.keep_best and losses:
+        kept.add(min(losses, key=lambda step: (losses[step], step)))
+    return sorted(set(steps) - kept)
 
 
 def checkpoints_of(run: PurePath) -> PurePath:
@@ -93,12 +164,9 @@ def prune_checkpoints(
     unwanted += [path for path in found if damaged and path not in (*good, *other)]
     unwanted += not_kept(good, asked) if good else []
     stuck = [] if dry_run else delete_all(unwanted, warn=lambda text: say(text, error=True))
-    gone = [path for path in unwanted if path not in stuck]
-    for path in gone:
-        say(f"{'would delete' if dry_run else 'deleted'} {path}")
-    staying = len(good) - sum(path in good for path in gone)
-    stay = "would stay" if dry_run else "stays" if staying == 1 else "stay"
-    say(f"{counted(staying, 'checkpoint')} {stay}")
+    for path in unwanted:
+        if path not in stuck:
+            say(f"{'would delete' if dry_run else 'deleted'} {path}")
     if stuck:
         raise UserError(f"{len(stuck)} of {len(unwanted)} could not be deleted: see the warnings")
 
@@ -106,16 +174,15 @@ def prune_checkpoints(
 def not_kept(good: dict[PurePath, CheckpointManifest], asked: dict[str, int]) -> list[PurePath]:
     """Return the good checkpoints that neither `asked` nor the run's settings keep."""
     newest = good[max(good, key=step_of)]
-    saved = without_none(newest.config.get("checkpoint", {}))
+    saved = without_none(newest.config.get("checkpoint", {})) | asked
     settings = make(CheckpointConfig, saved, "in the newest checkpoint", "checkpoint")
-    values: dict[str, Any] = {**asked}
     by_step = {step_of(path): path for path in good}
     losses = {
         step_of(path): manifest.validation_loss
         for path, manifest in good.items()
         if manifest.validation_loss is not None
     }
-    steps = steps_to_delete(list(by_step), losses, replace(settings, **values))
+    steps = steps_to_delete(list(by_step), losses, settings)
     return [by_step[step] for step in steps]
 
 

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSys
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchmars.checkpoint.index import INDEX
-from torchmars.checkpoint.reader import first_reason
+from torchmars.checkpoint.reader import INDEX, first_reason
 from torchmars.core.errors import UserError
 from torchmars.parallel.layout import Layout
 from torchmars.storage import storage_of

@@ -5,9 +5,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from torchmars.checkpoint.index import read_index, shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.reader import read_tensors
+from torchmars.checkpoint.reader import read_index, read_tensors, shapes_in
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import (
     model_state,

@@ -18,9 +18,8 @@ from torchmars.checkpoint.folder import (
     step_folder,
     step_of,
 )
-from torchmars.checkpoint.index import read_index, shapes_in
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
-from torchmars.checkpoint.reader import read_tensors
+from torchmars.checkpoint.reader import read_index, read_tensors, shapes_in
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.checkpoint.state_dict import average_state, model_state
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig

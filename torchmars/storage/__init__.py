@@ -1,14 +1,15 @@
 """Where a run's files lie: on this machine's disks, or in an object store.
 
-`storage_of` tells which of the two a path means. Both are a `Storage`, and whoever writes there has
-an `Owner`.
+`storage_of` tells which of the two a path means. Whoever writes there has an `Owner`.
 """
 
 from pathlib import Path, PurePath
 
-from torchmars.storage.local import LOCAL
-from torchmars.storage.objects import OBJECTS
-from torchmars.storage.storage import Storage
+from torchmars.storage.local import LOCAL, FileOwner, LocalStorage
+from torchmars.storage.objects import OBJECTS, ObjectStorage, StoreOwner
+
+Storage = LocalStorage | ObjectStorage
+Owner = FileOwner | StoreOwner
 
 
 def storage_of(path: PurePath) -> Storage:

@@ -1,12 +1,11 @@
 """Checkpoints in folders of local files."""
 
 import contextlib
-import io
+import itertools
 import os
 import secrets
-from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from torchmars.cluster import process
 from torchmars.core import locks
@@ -34,7 +33,12 @@ IN_USE = ".in-use/lock"  # held by the run that has a folder of checkpoints whic
 
 
 class FileOwner:
-    """The owner of a folder on a disk. A process of an earlier round of its machines is over."""
+    """The right of this process to write in a folder, by the id in the owner's file there.
+
+    A machine may stand still and wake up when the others have gone on without it. So each process
+    compares that id with its own before it publishes anything. A process of an earlier round of its
+    machines is over.
+    """
 
     def __init__(self, lock: Path, doing: str) -> None:
         """Take the folder of the file `lock`. Raises `UserError` if another process has it."""
@@ -89,14 +93,23 @@ def owner_of(lock: Path) -> str:
 
 
 class LocalStorage:
-    """Folders of local files. A checkpoint is staged under another name, and renamed last."""
+    """Folders of local files. A checkpoint is staged under another name, and renamed last.
+
+    As in any place for checkpoints, one is there from `publish` to `delete`, and always whole. A
+    crash may leave others, whose names end in PARTIAL, DELETED or DAMAGED. All methods raise
+    `OSError`. A store that does not answer raises `Unreachable` where something is to be read.
+    """
 
     file_size = 2**63
+    """How many bytes a file of tensors should have at most."""
 
     def take(self, folder: PurePath, run: Path, run_id: str) -> FileOwner | None:
-        """Lock a file among the checkpoints, and see that no run has the folder as its default.
+        """Keep other runs from a folder of checkpoints: than `run`, whose folder this process has.
 
-        A run whose default it is has locked its own folder before, and looks for that file then. So
+        None if the lock in `run` does. Raises `UserError` if another run has the folder.
+
+        It locks a file among the checkpoints, and sees that no run has the folder as its default. A
+        run whose default it is has locked its own folder before, and looks for that file then. So
         of two that start at once, at least one sees the other.
         """
         folder = Path(folder)
@@ -120,25 +133,30 @@ class LocalStorage:
         return taken
 
     def list(self, folder: PurePath) -> dict[str, bool]:
+        """Return the names in a folder, and whether each is a folder; none where it is missing.
+
+        Raises `UserError` if it cannot be known which checkpoints there are.
+        """
         try:
             with os.scandir(folder) as found:
-                entries = [*found]
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
+                # Of others' links some may lead where nobody can look.
+                return {
+                    each.name: each.name.startswith("step-") and each.is_dir() for each in found
+                }
+        except (FileNotFoundError, NotADirectoryError):
             return {}
-        return {each.name: is_folder(each) for each in entries}
+        except OSError as error:
+            raise UserError(
+                f"{error.filename} cannot be looked at ({error.strerror}): restore it, or move it "
+                "away"
+            ) from None
 
     def open(self, file: PurePath) -> BinaryIO:
+        """Open a file, of which any range can be read."""
         return open_file(Path(file))
 
-    def archives(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
-        # Not at the top: commands that only list checkpoints need not wait for torch.
-        from torch.distributed.checkpoint.utils import _create_file_view
-
-        with self.open(file) as stream:
-            for begin, size in ranges:
-                yield cast(BinaryIO, _create_file_view(cast(io.IOBase, stream), begin, size))
-
     def stage(self, checkpoint: PurePath) -> PurePath:
+        """Return the empty folder for the files of a checkpoint that is not published yet."""
         # Another name each time: a machine that stood still may wake up and write to its own.
         name = f"{checkpoint.name}-{secrets.randbelow(10**9)}{PARTIAL}"
         staged = Path(checkpoint).with_name(name)
@@ -146,9 +164,11 @@ class LocalStorage:
         return staged
 
     def create(self, file: PurePath) -> BinaryIO:
+        """Open a new file of a staged checkpoint, which is durable once it is closed."""
         return DurableFile(Path(file))
 
     def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
+        """Add the manifest, durably: the checkpoint is there now. One of its name is set aside."""
         staged, checkpoint = Path(staged), Path(checkpoint)
         write_durably(staged / MANIFEST, manifest)  # and the names of all files beside it
         if os.path.lexists(checkpoint):  # the run could not resume from it
@@ -158,9 +178,14 @@ class LocalStorage:
         sync_folder(checkpoint.parent.parent)  # the folder of checkpoints may be new
 
     def set_aside(self, checkpoint: PurePath) -> None:
+        """Rename a damaged checkpoint, durably."""
         self._rename(Path(checkpoint), DAMAGED)
 
     def delete(self, path: PurePath) -> None:
+        """Delete a checkpoint, or the remains of one. Of a linked one delete the link alone.
+
+        Files that no save wrote stay, with an `OSError` that names them.
+        """
         path = Path(path)
         self.remove(path if path.suffix else self._rename(path, DELETED))
 
@@ -180,39 +205,17 @@ class LocalStorage:
         path.rmdir()
 
     def _rename(self, checkpoint: Path, suffix: str) -> Path:
-        target = self._free(checkpoint, suffix)
+        """Rename a checkpoint to its name and a suffix, or another number where that is taken."""
+        for number in itertools.count():
+            numbered = f"{checkpoint.name}-{number}" if number else checkpoint.name
+            target = checkpoint.with_name(numbered + suffix)
+            with contextlib.suppress(OSError):
+                self.remove(target)
+            if not os.path.lexists(target):
+                break
         checkpoint.rename(target)
         sync_folder(checkpoint.parent)
         return target
-
-    def _free(self, checkpoint: Path, suffix: str) -> Path:
-        """Delete the folder with a checkpoint's name and a suffix, and return that path.
-
-        Return one with a number where it cannot be deleted.
-        """
-        number, path = 0, checkpoint.with_name(checkpoint.name + suffix)
-        while True:
-            with contextlib.suppress(OSError):
-                self.remove(path)
-            if not os.path.lexists(path):
-                return path
-            number += 1
-            path = checkpoint.with_name(f"{checkpoint.name}-{number}{suffix}")
-
-
-def is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Return whether an entry of a folder of checkpoints is a folder.
-
-    A link may lead where nobody can look. Raises `UserError` if it may be a checkpoint.
-    """
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        if not entry.name.startswith("step-"):
-            return False
-        raise UserError(
-            f"{entry.path} cannot be looked at ({error.strerror}): restore it, or move it away"
-        ) from None
 
 
 LOCAL = LocalStorage()

@@ -13,8 +13,7 @@ import os
 import re
 import secrets
 import time
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from glob import has_magic
@@ -159,16 +158,11 @@ def reading(path: PurePath) -> Iterator[None]:
         raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from None
     except Exception as error:
         kind = type(error).__name__  # those of S3's client are no classes of Python's
-        if isinstance(error, PermissionError) or "Credential" in kind:
+        refused = isinstance(error, PermissionError | ValueError) or "Credential" in kind
+        if refused or getattr(error, "errno", None) in MISTAKES or kind == "ParamValidationError":
             raise UserError(
-                f"{path}: the store refuses ({reason(error)}): set credentials for this folder, "
-                "where the store's own tools read them"
-            ) from None
-        wrong = isinstance(error, ValueError) or getattr(error, "errno", None) in MISTAKES
-        if wrong or kind == "ParamValidationError":
-            raise UserError(
-                f"{path} is no name that the store or its settings allow ({reason(error)}): "
-                "name another one, or mend the settings of the store's own tools"
+                f"{path}: the store or its client refuses ({reason(error)}): mend the name, the "
+                "credentials or the settings, where the store's own tools read them"
             ) from None
         raise Unreachable(
             f"{path} cannot be read ({reason(error)}): see that the store answers, and start again"
@@ -200,19 +194,18 @@ class StoreOwner:
     def __init__(self, folder: PurePath, run_id: str) -> None:
         """Take `folder` for a run. Raises `UserError` if another run has it, and `Unreachable`."""
         self.file, self.files = folder / OWNER, store_of(folder)
-        self.me = {
-            "run": run_id,
-            "process": f"process {os.getpid()} on {process.node()}",
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "id": secrets.token_hex(8),
-        }
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        me = f"process {os.getpid()} on {process.node()}, since {since}"
+        self.me = {"run": run_id, "process": me, "id": secrets.token_hex(8)}
         found = self._read()
         if not found:
             with contextlib.suppress(Exception):  # not all stores can do this
                 self._write(mode="create")
             found = self._read()
         if found and found.get("run") != self.me["run"]:
-            raise in_use(folder, holder_of(found), f" or, if it is over, delete {self.file}")
+            raise in_use(
+                folder, str(found.get("process")), f" or, if it is over, delete {self.file}"
+            )
         if found != self.me:
             with reading(self.file):
                 self._write()
@@ -223,7 +216,7 @@ class StoreOwner:
         if found and "id" not in found:  # it may have been spoiled on its way
             raise Unreachable(f"{self.file} cannot be read: it is none of this program's")
         if found.get("id") != self.me["id"]:
-            raise lost(self.file, holder_of(found) if found else "somebody who deleted it")
+            raise lost(self.file, found.get("process", "somebody who deleted it"))
 
     def release(self) -> None:
         """Let other runs have the folder."""
@@ -248,13 +241,8 @@ class StoreOwner:
         self.files.pipe_file(str(self.file), json.dumps(self.me).encode(), **options)
 
 
-def holder_of(found: dict[str, str]) -> str:
-    """Return who has a folder in a store, in words."""
-    return f"{found.get('process')}, since {found.get('since', '?')}"
-
-
 class ObjectStorage:
-    """Folders of object stores, `storage.Storage`.
+    """Folders of object stores, with the methods of `LocalStorage`.
 
     A checkpoint without a manifest is listed with the suffix that a local one would have.
     """
@@ -278,19 +266,6 @@ class ObjectStorage:
 
     def open(self, file: PurePath) -> BinaryIO:
         return io.BufferedReader(_Object(file), BLOCK)
-
-    def archives(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
-        """Read ranges again that were verified before.
-
-        So the archives' own checksums are compared, which torch.load does not.
-        """
-        with self.open(file) as stream:
-            for begin, size in ranges:
-                stream.seek(begin)
-                archive = io.BytesIO(stream.read(size))
-                if not is_intact(archive):
-                    raise OSError(errno.EIO, f"bytes {begin} to {begin + size} were altered")
-                yield archive
 
     def stage(self, checkpoint: PurePath) -> PurePath:
         with contextlib.suppress(Foreign):  # others' files stay beside those of the new one
@@ -354,17 +329,6 @@ def is_published(checkpoint: PurePath) -> bool:
     with contextlib.suppress(FileNotFoundError), reading(checkpoint):
         return bool(store_of(checkpoint).info(str(checkpoint / MANIFEST)))
     return False
-
-
-def is_intact(archive: io.BytesIO) -> bool:
-    """Return whether a file of torch.save matches its own checksums. Rewinds it."""
-    try:
-        with zipfile.ZipFile(archive) as files:
-            return files.testzip() is None
-    except zipfile.BadZipFile:
-        return False
-    finally:
-        archive.seek(0)
 
 
 OBJECTS = ObjectStorage()

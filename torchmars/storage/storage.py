@@ -1,15 +1,14 @@
-"""The interface of a place for checkpoints."""
+"""What places for checkpoints share: the names of files, their checksums, and errors."""
 
 import errno
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path, PurePath
-from typing import Annotated, Any, BinaryIO, Protocol
+from pathlib import PurePath
+from typing import Any, BinaryIO
 
-from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL
 
@@ -26,7 +25,7 @@ DELETED, DAMAGED = ".deleted", ".damaged"
 class File:
     """A file of a checkpoint: its size in bytes and SHA-256."""
 
-    size: Annotated[int, Range(0, 2**63 - 1)]
+    size: int
     sha256: str
 
 
@@ -59,23 +58,6 @@ class NewFile(io.RawIOBase):
         return File(self.size, self.hash.hexdigest())
 
 
-class Owner(Protocol):
-    """The right of this process to write in a folder, by the id in the owner's file there.
-
-    A machine may stand still and wake up when the others have gone on without it. So each process
-    compares that id with its own before it publishes anything.
-    """
-
-    def check(self) -> None:
-        """Raise `LostOwnership` if another process has taken the folder.
-
-        Raises `Unreachable` where a store does not answer.
-        """
-
-    def release(self) -> None:
-        """Let other processes have the folder, while this one continues with something else."""
-
-
 class LostOwnership(UserError):
     """Another process has taken the folder of this one."""
 
@@ -93,53 +75,6 @@ def in_use(folder: PurePath, owner: str, over: str = "") -> UserError:
         f"another run uses {folder} ({owner}): stop it first{over}, or set checkpoint.folder to "
         "another folder"
     )
-
-
-class Storage(Protocol):
-    """A place for checkpoints. A checkpoint is there from `publish` to `delete`, and always whole.
-
-    A crash may leave others, whose names end in PARTIAL, DELETED or DAMAGED. All methods raise
-    `OSError`. A store that does not answer raises `Unreachable` where something is to be read.
-    """
-
-    file_size: int
-    """How many bytes a file of tensors should have at most."""
-
-    def take(self, folder: PurePath, run: Path, run_id: str) -> Owner | None:
-        """Keep other runs from a folder of checkpoints: than `run`, whose folder this process has.
-
-        None if the lock in `run` does. Raises `UserError` if another run has the folder.
-        """
-
-    def list(self, folder: PurePath) -> dict[str, bool]:
-        """Return the names in a folder, and whether each is a folder; none where it is missing."""
-
-    def open(self, file: PurePath) -> BinaryIO:
-        """Open a file, of which any range can be read."""
-
-    def archives(self, file: PurePath, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
-        """Yield each of `ranges`, (offset, bytes) in ascending order, as a stream of its own.
-
-        Each is the result of one torch.save.
-        """
-
-    def stage(self, checkpoint: PurePath) -> PurePath:
-        """Return the empty folder for the files of a checkpoint that is not published yet."""
-
-    def create(self, file: PurePath) -> BinaryIO:
-        """Open a new file of a staged checkpoint, which is durable once it is closed."""
-
-    def publish(self, staged: PurePath, checkpoint: PurePath, manifest: str) -> None:
-        """Add the manifest, durably: the checkpoint is there now. One of its name is set aside."""
-
-    def set_aside(self, checkpoint: PurePath) -> None:
-        """Rename a damaged checkpoint, durably."""
-
-    def delete(self, path: PurePath) -> None:
-        """Delete a checkpoint, or the remains of one. Of a linked one delete the link alone.
-
-        Files that no save wrote stay, with an `OSError` that names them.
-        """
 
 
 class Foreign(OSError):

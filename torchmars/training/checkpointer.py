@@ -15,9 +15,8 @@ from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.memory import OPTION
 from torchmars.checkpoint.memory.copies import MemoryCopies
-from torchmars.checkpoint.owned import OwnedFolders
 from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
-from torchmars.checkpoint.saver import Saver
+from torchmars.checkpoint.saver import OwnedFolders, Saver
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
@@ -104,7 +103,7 @@ class Checkpointer:
         self.saver.owned.take(self.layout, run, self.config.checkpoints)
         if settings.memory_interval:
             with self._without_copies_after_errors():
-                self.memory = MemoryCopies(self.layout, self._tensors(), process.fewest_ranks())
+                self.memory = MemoryCopies(self.layout, self._tensors())
         if (resumed := self._load_copy() or self.load_newest()) is not None:
             return resumed
         start = RunState(shares=shares_from_start(self.data.weights))

@@ -5,7 +5,6 @@ those of a rank of the machine before, so that the run survives the loss of a ma
 number of ranks can read them too. They stay until the first copy of the new ranks is complete.
 """
 
-import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.checkpoint.manifest import CheckpointManifest
-from torchmars.checkpoint.memory import OPTION
-from torchmars.checkpoint.memory.partner import PIECE, partner_of
-from torchmars.checkpoint.memory.resharding import Resharding
+from torchmars.checkpoint.memory.exchange import PIECE, Resharding, partner_of
 from torchmars.checkpoint.memory.shared_memory import LOCK, PLACE, memory_of_launcher
 from torchmars.checkpoint.memory.slots import (
     HEADERS,
@@ -54,12 +51,10 @@ class MemoryCopies:
     written or read: the run then continues without copies.
     """
 
-    def __init__(self, layout: Layout, state: dict[str, Tensor], fewest: int | None = None) -> None:
+    def __init__(self, layout: Layout, state: dict[str, Tensor]) -> None:
         """Take the memory for copies of tensors such as `state`, by name.
 
-        `fewest` is the smallest number of ranks that the run may have; None if it is fixed. A line
-        says where the memory does not suffice for that. Raises `UserError` on every rank where
-        there is too little.
+        Raises `UserError` on every rank where there is too little.
         """
         self.layout, self.rank = layout, layout.world.rank
         self.kinds, self.staging = kinds_of(state), Staging(layout.device)
@@ -89,8 +84,6 @@ class MemoryCopies:
         except UserError:  # copies of other ranks may take the room: they are read first
             if layout.agree(self._told(lambda: not self._leftovers())):
                 raise
-        if fewest is not None and fewest < layout.world.size:
-            self._warn_if_short(fewest)
 
     def _open(self) -> None:
         """Find the folder of the copies. Raises `UserError` if there is none."""
@@ -139,24 +132,6 @@ class MemoryCopies:
     def _delete_leftovers(self) -> None:
         for file in self._leftovers():
             file.unlink(missing_ok=True)
-
-    def _warn_if_short(self, fewest: int) -> None:
-        """Say which machine has no room for these copies and those of `fewest` ranks at once."""
-        growth, alone = self.layout.world.size / fewest, fewest <= len(self.machine)
-
-        def missing() -> tuple[float, str]:
-            """Return how many MiB this machine lacks, and its name."""
-            needed = self.size + self.other + growth * (self.size + self.other * (not alone))
-            there = sum(file.stat().st_size for file in self.folder.glob("rank-*-[0-9]"))
-            there += shutil.disk_usage(self.folder).free
-            return (GENERATIONS * len(self.machine) * needed - there) / 2**20, process.node()
-
-        mib, node = max(self.layout.gather(self._told(missing)), default=(0.0, ""))
-        if mib > 0:
-            self.layout.say(
-                f"warning: {OPTION}: a change to {fewest} ranks lacks {mib:,.0f} MiB of {PLACE} on "
-                f"{node} for its copies beside these: a loss soon after it costs more steps"
-            )
 
     def _told(self, work: Callable[[], T]) -> Callable[[], T]:
         """Return `work` with a `UserError` instead of errors of the system and of the network."""
