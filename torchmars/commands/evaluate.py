@@ -20,8 +20,7 @@ from torchmars.core.errors import (
     report_failure,
 )
 from torchmars.core.help import Positional
-from torchmars.core.options import parse, words
-from torchmars.core.result_files import check_results_file, write_results
+from torchmars.core.options import check_results_file, parse, words, write_results
 from torchmars.data.progress_bar import ProgressBar
 from torchmars.evaluation.rows import read_tasks
 

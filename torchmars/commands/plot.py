@@ -10,8 +10,7 @@ from torchmars.comparison.results import RESULTS_FILE, read_comparison
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error, missing_package
 from torchmars.core.help import Positional
-from torchmars.core.options import parse
-from torchmars.core.result_files import check_suffix
+from torchmars.core.options import check_suffix, parse
 from torchmars.records.run import read_runs
 
 

@@ -10,9 +10,8 @@ from torchmars.checkpoint.folder import other_run
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.help import Positional
-from torchmars.core.options import parse
+from torchmars.core.options import check_results_file, parse, write_results
 from torchmars.core.places import local_place
-from torchmars.core.result_files import check_results_file, write_results
 from torchmars.core.tables import table
 from torchmars.core.words import counted, duration, number_or_dash
 from torchmars.records.lines import warn_of_damage

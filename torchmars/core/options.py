@@ -1,12 +1,13 @@
-"""A command's own options, from a dataclass."""
+"""A command's own options, from a dataclass; files of results that options name."""
 
+import json
 import typing
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from torchmars.core.console import say
-from torchmars.core.errors import Ended, UserError
-from torchmars.core.files import name_problem
+from torchmars.core.errors import Ended, UserError, file_errors
+from torchmars.core.files import name_problem, path_problem, write_durably
 from torchmars.core.help import options_of, print_help_if_asked
 from torchmars.core.places import place
 from torchmars.core.tables import table
@@ -135,3 +136,30 @@ def choose(args: list[str], commands: dict[str, str], prog: str, description: st
     near = "" if "/" in args[0] else nearest(args[0], [*commands, "--help"], 0.7)
     remedy = f"did you mean {prog} {near}?" if near else f"{prog} --help lists them"
     raise UserError(f"unknown command {args[0]!r}: {remedy}")
+
+
+def check_suffix(out: Path, suffixes: tuple[str, ...], else_be: str = "") -> None:
+    """Raise `UserError` if the file of `--out` does not end in one of `suffixes`.
+
+    `else_be` is another possible meaning, if there is one.
+    """
+    if out.suffix.lower() not in suffixes:
+        also = else_be and f", or be {else_be}"
+        raise UserError(f"--out: {out} must end in {' or '.join(suffixes)}{also}")
+
+
+def check_results_file(file: Path | None) -> None:
+    """Raise `UserError` if the file of `--json` cannot be written, before the work begins."""
+    if file is None:
+        return
+    wrong = path_problem(file, "file")
+    if not file.absolute().parent.is_dir():
+        wrong = "its folder does not exist"
+    if wrong:
+        raise UserError(f"--json: cannot write {file}: {wrong}")
+
+
+def write_results(file: Path, found: dict[str, Any]) -> None:
+    """Write the file of `--json`. Raises `UserError`."""
+    with file_errors(f"--json: cannot write {file}"):
+        write_durably(file, json.dumps(found, indent=2) + "\n")
