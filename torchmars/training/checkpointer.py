@@ -17,7 +17,6 @@ from torchmars.checkpoint.memory import OPTION
 from torchmars.checkpoint.memory.copies import MemoryCopies
 from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
 from torchmars.checkpoint.saver import OwnedFolders, Saver
-from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.core.places import place
