@@ -32,7 +32,7 @@ def experts(model, rule):
 CHANGES = {
     ("FSDP 2", "1 rank"): [(GPT2, "mars-adamw", {})],
     ("FSDP 2 x TP 2", "FSDP 3"): [(GPT2, rule, {}) for rule in RULES],
-    ("PP 2 x FSDP 2", "TP 2"): [(LLAMA, "mars-m, rows", EMA), (LLAMA, "mars-adamw, exact", EMA)],
+    ("PP 2 x FSDP 2", "TP 2"): [(LLAMA, "mars-m, options", EMA), (LLAMA, "mars-adamw, exact", EMA)],
     ("CP 2", "HSDP 2x2"): [(GPT2, "mars-m, per head", EMA), (GPT2, "mars-adamw, exact", EMA)],
     ("HSDP 2x2, EP 2", "TP 2, EP 2"): [experts("Qwen3-MoE", "mars-m"), experts("DeepSeek", "muon")],
     ("EP 2", "FSDP 3"): [experts("GLM-4.5", "mars-m"), experts("GLM-4.5", "mars-adamw, exact")],

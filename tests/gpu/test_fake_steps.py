@@ -37,12 +37,11 @@ TECHNIQUES = {
     "float8": {"training": {"float8": {"recipe": "tensorwise"}}},
     "without Triton": {},
 }
-ROWS = {
-    "rows": {
+OPTIONS = {
+    "options": {
         "optimizer": {
             "orthogonalize": "polar-express",
             "orthogonalize_form": "gram",
-            "normalize_rows": True,
             "equilibrate": True,
             "renormalize": True,
             "cautious_decay": True,
@@ -58,7 +57,7 @@ CASES = [
     ("moe", "mars-adamw", "FSDP 8", "full"),
     *(("gpt2", "mars-adamw", "1 rank", each) for each in ("exact", "EMA", "microbatches")),
     *(("gpt2", "mars-adamw", "FSDP 8", technique) for technique in TECHNIQUES),
-    *(("llama", "mars-m", "HSDP 2x4", technique) for technique in TECHNIQUES | ROWS),
+    *(("llama", "mars-m", "HSDP 2x4", technique) for technique in TECHNIQUES | OPTIONS),
 ]
 CASES = list(dict.fromkeys(CASES))
 # Each rule, layout, model and technique is in one of the others.
@@ -112,7 +111,7 @@ def tables(model, rule, layout, technique):
         "optimizer": {"name": rule},
         "parallelism": LAYOUTS[layout][1],
     }
-    for section, values in (TECHNIQUES | ROWS).get(technique, {}).items():
+    for section, values in (TECHNIQUES | OPTIONS).get(technique, {}).items():
         result[section] = result.get(section, {}) | values
     return result
 

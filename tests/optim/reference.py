@@ -32,18 +32,16 @@ def orthogonalized(x: Tensor, method: str = "newton-schulz") -> Tensor:
     return x
 
 
-def direction(rule: str, m: Tensor, options: dict | None = None, state: dict | None = None):
+def direction(rule: str, m: Tensor, options: dict | None = None) -> Tensor:
     """Return the direction that Lion, Shampoo and Muon make of a momentum.
 
-    `options` are those of matrix rules, `state` what NorMuon keeps of each matrix.
+    `options` are those of matrix rules.
     """
     if "lion" in rule:
         return m.sign()
-    options, state = options or {}, {} if state is None else state
+    options = options or {}
     if m.ndim == 3:
-        return torch.stack(
-            [direction(rule, each, options, state.setdefault(i, {})) for i, each in enumerate(m)]
-        )
+        return torch.stack([direction(rule, each, options) for each in m])
     rows, cols = m.shape
     if options.get("zero_mean"):
         m = m - torch.ones(rows, 1, dtype=m.dtype) @ m.sum(0, keepdim=True) / rows
@@ -53,11 +51,6 @@ def direction(rule: str, m: Tensor, options: dict | None = None, state: dict | N
     o = orthogonalized(m, options.get("orthogonalize", "newton-schulz"))
     if options.get("renormalize"):
         o = o * (min(rows, cols) ** 0.5 / float(o.norm()))
-    if options.get("normalize_rows"):
-        v = 0.95 * state.get("v", torch.zeros(rows, dtype=o.dtype)) + 0.05 * o.pow(2).mean(1)
-        state["v"] = v
-        scaled = o / (v.sqrt() + 1e-8).unsqueeze(1)
-        o = scaled * (float(o.norm()) / float(scaled.norm()))
     return o * (
         max(1.0, rows / cols) ** 0.5 if rule == "mars-shampoo" else 0.2 * max(rows, cols) ** 0.5
     )
@@ -88,7 +81,7 @@ def mars(
     `gamma` and `betas` may be lists, one for each step; `last` a list of the h of each step (exact
     mode) after the first. `options` are those of `direction` and `decayed`.
     """
-    x, rows = x.double(), {}
+    x = x.double()
     m, v, h, clipped = torch.zeros_like(x), torch.zeros_like(x), None, 0
     for t, g in enumerate((g.double() for g in gradients), start=1):
         gamma_t = gamma[t - 1] if isinstance(gamma, list) else gamma
@@ -108,7 +101,7 @@ def mars(
             v = b2 * v + (1 - b2) * c**2
             update = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + eps)
         else:
-            update = direction(rule, m, options, rows)
+            update = direction(rule, m, options)
         x = x - lr * decayed(x, update, weight_decay, options)
         h = g
     return x, clipped
@@ -133,11 +126,11 @@ def muon(x: Tensor, gradients: list[Tensor], *, lr, momentum, weight_decay, **op
 
     `momentum` may be a list, one for each step.
     """
-    x, buffer, rows = x.double(), torch.zeros_like(x.double()), {}
+    x, buffer = x.double(), torch.zeros_like(x.double())
     for t, g in enumerate(g.double() for g in gradients):
         mu = momentum[t] if isinstance(momentum, list) else momentum
         buffer = mu * buffer + g
-        update = direction("muon", g + mu * buffer, options, rows)
+        update = direction("muon", g + mu * buffer, options)
         x = x - lr * decayed(x, update, weight_decay, options)
     return x
 

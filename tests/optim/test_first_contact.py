@@ -119,7 +119,7 @@ def test_defaults_are_those_of_the_rule(rule):
         ("flaten", "flatten"),
         ("gamma_nxt", "gamma_next"),
         ("orthogonalise", "orthogonalize"),
-        ("normalise_rows", "normalize_rows"),
+        ("zero_means", "zero_mean"),
     ],
 )
 def test_a_misspelt_key_is_refused(key, meant):

@@ -145,7 +145,7 @@ def test_heads_are_matrices_of_their_own_where_that_is_asked_for(name):
         of_rule = [group for group in groups if group["rule"] == rule]
         named = {each: weight for group in of_rule for each, weight in group["params"]}
         assert {end for end in rows if any(each.endswith(end) for each in named)} == {*rows}
-        options = {"normalize_rows": True, "renormalize": True}
+        options = {"renormalize": True}
         for group in of_rule:
             group |= options
         starts = {each: weight.detach().clone() for each, weight in named.items()}

@@ -196,7 +196,7 @@ def test_random_signs_estimate_how_orthogonal_matrices_are():
         ({"orthogonalize": "qr"}, "orthogonalize must be one of newton-schulz, polar-express, svd"),
         ({"orthogonalize_form": "auto", "orthogonalize": "svd"}, "has no meaning for svd"),
         ({"renormalize": True, "orthogonalize": "svd"}, "renormalize has no meaning for svd"),
-        ({"normalize_rows": 1}, "normalize_rows must be true or false"),
+        ({"equilibrate": 1}, "equilibrate must be true or false"),
         ({"cautious_decay": "yes"}, "cautious_decay must be true or false"),
     ],
 )
@@ -211,7 +211,7 @@ def test_what_follows_from_the_beginning_cannot_change():
     parameter = nn.Parameter(torch.ones(4, 4))
     optimizer = MARS([{"params": [parameter], "rule": "mars-m"}])
     parameter.grad = torch.ones(4, 4)
-    for name, value in (("orthogonalize", "svd"), ("normalize_rows", True), ("equilibrate", True)):
+    for name, value in (("orthogonalize", "svd"), ("equilibrate", True)):
         before = optimizer.param_groups[0][name]
         optimizer.param_groups[0][name] = value
         with pytest.raises(ValueError, match=f"{name} of group 0 was {before!r} and cannot change"):

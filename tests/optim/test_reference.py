@@ -29,12 +29,10 @@ def settings_of(rule, clip):
 OPTIONS = [
     {"orthogonalize": "polar-express"},
     {"orthogonalize": "svd"},
-    {"normalize_rows": True},
     {"equilibrate": True},
     {"zero_mean": True},
     {"renormalize": True},
-    {"orthogonalize": "polar-express", "equilibrate": True, "renormalize": True}
-    | {"normalize_rows": True},
+    {"orthogonalize": "polar-express", "equilibrate": True, "renormalize": True},
 ]
 
 

@@ -24,8 +24,7 @@ MATRIX = ("mars-shampoo", "mars-m", "muon")
 MATRIX_DTYPES = ("bfloat16", "mixed", "float32")
 VECTORS = [(9,), (3,)]
 
-# Rows' mean squares travel beside the matrices.
-OPTIONS = {"normalize_rows": True, "equilibrate": True, "renormalize": True}
+OPTIONS = {"equilibrate": True, "renormalize": True}
 OPTIONS |= {"orthogonalize": "polar-express", "orthogonalize_form": "auto", "cautious_decay": True}
 
 
@@ -197,8 +196,8 @@ CUTS = [
     ((8, 24), {"split": (8, 4, 4, 8), "transposed": True}),
     ((4, 6, 8), {"split": (1, 1), "transposed": True}),  # experts, gates beside ups
     ((8, 24), {"zero_mean": True}),
-    ((8, 24), {"zero_mean": True, "equilibrate": True, "normalize_rows": True}),
-    ((12, 8), {"split": (1, 2), "orthogonalize": "svd", "normalize_rows": True}),
+    ((8, 24), {"zero_mean": True, "equilibrate": True}),
+    ((12, 8), {"split": (1, 2), "orthogonalize": "svd"}),
 ]
 
 

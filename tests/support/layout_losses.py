@@ -58,12 +58,11 @@ RULES: dict[str, dict] = {
     "mars-m": {"name": "mars-m", "matrix_dtype": "float32", "per_head": False},
     "mars-m, per head": {"name": "mars-m", "matrix_dtype": "float32", "per_head": True},
     "mars-m, bfloat16": {"name": "mars-m", "matrix_dtype": "bfloat16"},
-    "mars-m, rows": {
+    "mars-m, options": {
         "name": "mars-m",
         "matrix_dtype": "float32",
         "orthogonalize": "polar-express",
         "orthogonalize_form": "auto",
-        "normalize_rows": True,
         "equilibrate": True,
         "renormalize": True,
         "cautious_decay": True,

@@ -158,8 +158,8 @@ def check_same_run(
         if saved != wanted:
             raise UserError(
                 f"{folder} has for {name} the rule and state ({saved}), the config's optimizer "
-                f"({wanted}): set optimizer.clip, optimizer.normalize_rows, the roles' and groups' "
-                "rules back, or choose another run.name"
+                f"({wanted}): set optimizer.clip, the roles' and groups' rules "
+                "back, or choose another run.name"
             )
     return [
         f"{name} {or_none(was.get(name))} -> {or_none(now[name])}"

@@ -88,7 +88,7 @@ def mars_shampoo(
     """
     m = corrected_momentum(g, state, **correction)
     rows, cols = x.shape[-2:]
-    direction = max(1.0, rows / cols) ** 0.5 * orthogonal_direction(m, state, options)
+    direction = max(1.0, rows / cols) ** 0.5 * orthogonal_direction(m, options)
     descend(x, direction, lr, weight_decay, cautious_decay)
 
 
@@ -108,7 +108,7 @@ def mars_m(
     `x` is a matrix [rows, cols] or a stack of them, m the momentum of the corrected gradient.
     """
     m = corrected_momentum(g, state, **correction)
-    direction = 0.2 * max(x.shape[-2:]) ** 0.5 * orthogonal_direction(m, state, options)
+    direction = 0.2 * max(x.shape[-2:]) ** 0.5 * orthogonal_direction(m, options)
     descend(x, direction, lr, weight_decay, cautious_decay)
 
 
@@ -165,7 +165,7 @@ def muon(
     """Step by the orthogonalised Nesterov momentum (decay betas[0]), with the scale of `mars_m`."""
     mu, _ = betas
     buffer = mu * state.get("momentum_buffer", torch.zeros_like(x)) + g
-    o = orthogonal_direction((1 - mu) * (g + mu * buffer), state, options)
+    o = orthogonal_direction((1 - mu) * (g + mu * buffer), options)
     descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * o, lr, weight_decay, cautious_decay)
     state["momentum_buffer"] = buffer
 
@@ -223,12 +223,11 @@ def corrected_momentum(g: Tensor, state: State, betas: Betas, **correction: Any)
     return state["exp_avg"]
 
 
-def orthogonal_direction(m: Tensor, state: State, options: Settings | None = None) -> Tensor:
+def orthogonal_direction(m: Tensor, options: Settings | None = None) -> Tensor:
     """Return each matrix of `m` with its singular values mapped near 1, as `options` say.
 
-    `options` are the settings `orthogonalize`, `zero_mean`, `equilibrate`, `renormalize` and
-    `normalize_rows` of matrix rules. The last is NorMuon's (arXiv 2510.05491): each row is divided
-    by the root of its mean square over time, which `state` keeps, and the whole gets its norm back.
+    `options` are the settings `orthogonalize`, `zero_mean`, `equilibrate` and `renormalize` of
+    matrix rules.
     """
     given = {"orthogonalize": "newton-schulz"} | (options or {})
     rows, cols = m.shape[-2:]
@@ -241,11 +240,6 @@ def orthogonal_direction(m: Tensor, state: State, options: Settings | None = Non
     o = ORTHOGONALIZERS[given["orthogonalize"]](batch).view_as(m)
     if given.get("renormalize"):
         o = o * min(rows, cols) ** 0.5 / norm_of_each(o)
-    if given.get("normalize_rows"):
-        v = state.get("row_exp_avg_sq", torch.zeros_like(o[..., 0]))
-        v = state["row_exp_avg_sq"] = 0.95 * v + 0.05 * o.square().mean(-1)
-        divided = o / (v.sqrt()[..., None] + 1e-8)
-        o = divided * norm_of_each(o) / norm_of_each(divided)
     return o
 
 

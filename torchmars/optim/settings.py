@@ -191,12 +191,6 @@ ORTHOGONALIZE_FORM = Choice(
     "direct",
     names=("direct", "gram", "auto"),
 )
-NORMALIZE_ROWS = Flag(
-    "normalize_rows",
-    "Divide each row of an orthogonalised matrix by the root of its mean square over time: "
-    "NorMuon. Keeps a number for each row.",
-    False,
-)
 EQUILIBRATE = Flag(
     "equilibrate", "Give all rows of a matrix one norm before it is orthogonalised.", False
 )
@@ -213,7 +207,6 @@ MATRIX_SETTINGS = (
     ZERO_MEAN,
     ORTHOGONALIZE,
     ORTHOGONALIZE_FORM,
-    NORMALIZE_ROWS,
     EQUILIBRATE,
     RENORMALIZE,
 )

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 
 from torchmars.optim.checks import check_group, parameter_name
-from torchmars.optim.matrices.shapes import MatrixShape
-from torchmars.optim.rules import RULES, MatrixRule, state_fits
+from torchmars.optim.rules import RULES, state_fits
 from torchmars.optim.settings import FIXED, shown
 from torchmars.optim.step import State
 from torchmars.optim.tensors import local_intervals, local_part
@@ -57,8 +56,6 @@ class ParameterLayout(NamedTuple):
 
 # The parameters of each group, and their layouts.
 Known = list[list[tuple[Tensor, ParameterLayout]]]
-# The state of NorMuon: of each row of a matrix, the mean square of its directions over time.
-ROW_SQUARES = "row_exp_avg_sq"
 # Keys of the groups of torch's own AdamW that mean nothing here.
 _TORCH_KEYS = (
     "amsgrad",
@@ -89,32 +86,7 @@ def new_state(
     state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
     for name in names:
         state[name] = torch.zeros_like(parameter, dtype=dtypes.get(name)).detach()
-    if isinstance(RULES[group["rule"]], MatrixRule) and group["normalize_rows"]:
-        state[ROW_SQUARES] = row_squares(parameter, group["flatten"])
     return state
-
-
-def row_squares(parameter: Tensor, flatten: bool) -> Tensor:
-    """Return a zero for each row of the matrices of `parameter`, placed as its rows are.
-
-    That is a tensor [rows] or [..., rows]; where the columns are sharded, each shard has it.
-    `flatten` is as of `MatrixShape`. At least float32.
-    """
-    dims = 1 if MatrixShape(tuple(parameter.shape), flatten).flattened else parameter.ndim - 1
-    local = local_part(parameter)
-    wide = torch.promote_types(local.dtype, torch.float32)
-    zeros = torch.zeros(local.shape[:dims], dtype=wide, device=local.device)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    placements = [
-        placed if getattr(placed, "dim", dims) < dims else Replicate()
-        for placed in parameter.placements
-    ]
-    shape = parameter.shape[:dims]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        zeros, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
 
 
 def known_parameters(groups: Sequence[dict[str, Any]]) -> Known:
@@ -319,7 +291,7 @@ def _checked_state(
         kept, most = value.to(wanted[key].dtype), torch.finfo(wanted[key].dtype).max
         if key == "exp_avg" and "exp_avg_sq" in wanted:  # whose squares are kept too
             most = math.sqrt(most)
-        least = 0 if key in ("step", "exp_avg_sq", ROW_SQUARES) else -most
+        least = 0 if key in ("step", "exp_avg_sq") else -most
         if not ((kept >= least) & (kept <= most)).all():
             raise ValueError(f"{name}: {key} has numbers in the state_dict that no step leaves")
     return current

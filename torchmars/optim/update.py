@@ -19,7 +19,6 @@ from torchmars.optim.rules.lean import (
     lean_factors,
     lean_momentum_,
 )
-from torchmars.optim.state import ROW_SQUARES
 from torchmars.optim.step import GroupTensors, StepFactors
 from torchmars.optim.tensors import flat_slices
 
@@ -54,7 +53,7 @@ class MatrixUpdate:
 
     def __init__(self, rule: MatrixRule, group: GroupTensors, step: StepFactors) -> None:
         self.rule, self.group, self.step = rule, group, step
-        self.parameters, self.applied = group.parameters, step.applied
+        self.parameters = group.parameters
         self.lean: LeanFactors | None = None
         if step.corrections is None:
             self.lean = lean_factors(group, step, rule.lean_form(group.settings))
@@ -70,11 +69,10 @@ class MatrixUpdate:
         self.step.run(mars_momentum_, tensors, (self.step.corrections, rate))
         self.step.keep_gradients(self.group)
 
-    def read(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
-        """Write the matrices to orthogonalise, or the mean squares, to the values of each tile."""
-        values = [tile.values for tile in tiles]
-        momenta = _of_tiles(self._squares if of_rows else self.group.momenta, tiles)
-        if of_rows or self.lean is None:
+    def read(self, tiles: Sequence[MatrixTile]) -> None:
+        """Write the matrices to orthogonalise to the values of each tile."""
+        values, momenta = [tile.values for tile in tiles], _of_tiles(self.group.momenta, tiles)
+        if self.lean is None:
             torch._foreach_copy_(values, momenta)
             return
         outs = self.lean.out.unbind()
@@ -87,26 +85,14 @@ class MatrixUpdate:
         grads = _of_tiles(self.group.grads, tiles)
         self._run_on_tiles(lean_direction_, list(zip(values, momenta, grads)), factors)
 
-    def apply(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
-        """Step along an orthogonalised direction, the values of each tile.
-
-        Or keep the new mean squares, if the step is applied.
-        """
-        if of_rows:
-            for kept, tile in zip(_of_tiles(self._squares, tiles), tiles):
-                write_if(self.applied, kept, tile.values)
-            return
+    def apply(self, tiles: Sequence[MatrixTile]) -> None:
+        """Step along an orthogonalised direction, the values of each tile."""
         shapes = [each.tile.units.shape for each in tiles]
         lr_of = {shape: self.lr * self.rule.scale(*shape) for shape in set(shapes)}
         lr = torch.stack([lr_of[shape] for shape in shapes])
         weights, directions = _of_tiles(self.group.weights, tiles), [tile.values for tile in tiles]
         factors = (lr, self.keep, self.group.settings["cautious_decay"])
         self._run_on_tiles(step_along_, list(zip(weights, directions)), factors)
-
-    @property
-    def _squares(self) -> list[Tensor]:
-        """The mean squares of the rows."""
-        return self.group.buffers[ROW_SQUARES]
 
     def _run_on_tiles(self, kernel: Callable, tensors: Tensors, factors: tuple) -> None:
         """Run `kernel`: on CPUs not compiled, since it would round otherwise and save little."""

@@ -14,7 +14,6 @@ TECHNIQUES = {
     "lean": {"clip": None},
     "cautious": {"cautious_decay": True},
     "narrow": {"momentum_dtype": torch.bfloat16, "last_grad_dtype": torch.bfloat16},
-    "rows": {"normalize_rows": True},
 }
 
 

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from torchmars.optim.gpu import launches, tile_programs
 from torchmars.optim.gpu.numbers import Given
-from torchmars.optim.gpu.programs import APPLIED, PIECE
+from torchmars.optim.gpu.programs import PIECE
 from torchmars.optim.gpu.table import DTYPES
 from torchmars.optim.matrices.traffic import MatrixTile
 from torchmars.optim.rules import RULES, MatrixRule
-from torchmars.optim.state import ROW_SQUARES
 from torchmars.optim.step import GroupTensors
 from torchmars.optim.update import MatrixUpdate
 
@@ -26,19 +25,13 @@ class KernelMatrices(MatrixUpdate):
         assert isinstance(rule, MatrixRule)
         self.rule, self.group, self.parameters = rule, group, group.parameters
         self._given, self._number = given, number
-        if ROW_SQUARES in group.names:
-            self.applied = given.numbers.values[APPLIED.value] != 0
 
-    def read(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
-        if of_rows:
-            return super().read(tiles, of_rows)
+    def read(self, tiles: Sequence[MatrixTile]) -> None:
         form = self._given.table.forms[self._number]
         grad = form.grad if form.last is None else None
         self._launch(tile_programs.pack, tiles, form.first, grad)
 
-    def apply(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
-        if of_rows:
-            return super().apply(tiles, of_rows)
+    def apply(self, tiles: Sequence[MatrixTile]) -> None:
         weight = DTYPES[self.parameters[0].dtype]
         self._launch(tile_programs.step_along, tiles, weight)
 

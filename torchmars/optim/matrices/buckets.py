@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchmars.optim.matrices.owners import PlannedBucket
-from torchmars.optim.matrices.shapes import Block, Blocks, Units
+from torchmars.optim.matrices.shapes import Blocks, Units
 from torchmars.optim.matrices.tiles import Tile, tile_of
 from torchmars.optim.meshes import MeshPlace
 
@@ -33,15 +33,6 @@ class Bucket:
     incoming: Packing
     """The tiles of the units that this rank owns."""
     owned: list[Units]
-    of_rows: bool
-    """Whether it carries numbers for the rows of matrices."""
-    rows: "Bucket | None" = None
-    """The same bucket `of_rows`, if anything does."""
-
-    @property
-    def kinds(self) -> list["Bucket"]:
-        """This bucket, and the one of its rows."""
-        return [self] if self.rows is None else [self, self.rows]
 
     @property
     def travels(self) -> bool:
@@ -49,33 +40,25 @@ class Bucket:
         return not self.home or len(self.by_replica) > 1
 
 
-def rank_bucket(
-    planned: PlannedBucket, blocks: Sequence[Blocks], place: MeshPlace, *, of_rows: bool = False
-) -> Bucket:
-    """Return the work of the rank at `place` for a bucket: on its matrices or, with `of_rows`, on
-    their row statistics.
+def rank_bucket(planned: PlannedBucket, blocks: Sequence[Blocks], place: MeshPlace) -> Bucket:
+    """Return the work of the rank at `place` for a bucket.
 
     `blocks` has each shard's part of each parameter. The time is linear in the bucket's units, and
     in the rank's own units times the ranks.
     """
-
-    def cut(units: Units, block: Block) -> Tile | None:
-        tile = tile_of(units, block)
-        return tile.of_rows if tile is not None and of_rows else tile
-
     shards = place.shards
     # This rank's tiles by their owner, and those of its units by where they come from.
     outgoing: dict[int, list[Tile]] = {}
     incoming: dict[int, list[Tile]] = {}
     owned = []
     for units, owner in planned.owners:
-        tile = cut(units, blocks[units.parameter][place.shard])
+        tile = tile_of(units, blocks[units.parameter][place.shard])
         if tile is not None:
             outgoing.setdefault(owner, []).append(tile)
         if not planned.home and owner == place.replica * shards + place.shard:
             owned.append(units)
             for source, block in enumerate(blocks[units.parameter]):
-                theirs = cut(units, block)
+                theirs = tile_of(units, block)
                 if theirs is not None:
                     incoming.setdefault(source, []).append(theirs)
     by_replica = [
@@ -91,7 +74,6 @@ def rank_bucket(
         Packing([], []) if planned.home else by_replica[place.replica],
         _packing(incoming, range(shards)),
         owned,
-        of_rows,
     )
 
 

@@ -1,7 +1,6 @@
 """From whole momenta to the directions of a step, on their owner.
 
-Sources: NorMuon, Li et al., arXiv 2510.05491; rows of one norm, arXiv 2603.28254; the norm of an
-orthogonal matrix, arXiv 2602.21545.
+Sources: rows of one norm, arXiv 2603.28254; the norm of an orthogonal matrix, arXiv 2602.21545.
 """
 
 import functools
@@ -16,9 +15,6 @@ from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS, in_gram_form
 from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.settings import Settings
 
-ROW_BETA = 0.95  # the decay of the rows' mean squares, of NorMuon
-ROW_EPS = 1e-8
-
 
 @dataclass(frozen=True)
 class Directions:
@@ -29,7 +25,6 @@ class Directions:
     orthogonalize_form: str
     equilibrate: bool
     renormalize: bool
-    normalize_rows: bool
     zero_mean: bool
 
     @classmethod
@@ -69,16 +64,6 @@ class Directions:
         factor = scale(*x.shape[1:]) / scale(*shape)
         return x if factor == 1 else x * factor
 
-    def normalized(
-        self, directions: Tensor, squares: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return directions with rows of even size over time, and the rows' mean squares.
-
-        `squares` [n, rows], with `normalize_rows`, are those after the last step: 0 before the
-        first. The results are then in float32 at least.
-        """
-        return (directions, None) if squares is None else with_normalized_rows(directions, squares)
-
 
 def without(matrices: Tensor, null: Tensor) -> Tensor:
     """Return matrices [n, rows, cols] of whose columns none has a part along `null` [n, rows, 1].
@@ -109,22 +94,6 @@ def renormalized(directions: Tensor) -> Tensor:
     wide = directions.to(_wide(directions))
     norms = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     return wide * (min(wide.shape[-2:]) ** 0.5 / norms.where(norms > 0, 1))
-
-
-def with_normalized_rows(directions: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return NorMuon's directions, of the norm of `directions`, and its new mean squares.
-
-    `directions` O [n, rows, cols], `squares` v [n, rows] of those before:
-    v <- b v + (1 - b) mean_j O_ij^2, and each row of O is divided by v^(1/2) (arXiv 2510.05491,
-    algorithm 1). In float32 at least.
-    """
-    wide = directions.to(_wide(directions))
-    squares = ROW_BETA * squares + (1 - ROW_BETA) * wide.square().mean(-1)
-    divided = wide / (squares.sqrt() + ROW_EPS)[..., None]
-    before, after = (
-        torch.linalg.vector_norm(each, dim=(-2, -1), keepdim=True) for each in (wide, divided)
-    )
-    return divided * (before / after.where(after > 0, 1)), squares
 
 
 def squared_deviations(orthogonal: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class Exchange:
         every = [(each, bucket) for each in traffic for bucket in each.buckets]
         self.here = [(each, bucket) for each, bucket in every if not bucket.travels]
         self.jobs = [(each, bucket) for each, bucket in every if bucket.travels]
-        self._first: list[Transfer] = []
+        self._first: Transfer | None = None
 
     def start(self) -> None:
         """Send the first bucket, and compute the matrices that do not travel."""
@@ -36,28 +36,27 @@ class Exchange:
 
     def finish(self) -> None:
         """Compute and send the other buckets, and write all results."""
-        arriving, self._first = self._first, []  # its buffers are freed as soon as they are read
-        returning: list[Transfer] = []
+        arriving, self._first = self._first, None  # its buffer is freed as soon as it is read
+        returning: Transfer | None = None
         for number, (traffic, bucket) in enumerate(self.jobs):
-            following = self._send(number + 1) if number + 1 < len(self.jobs) else []
-            arrived = [each.wait() for each in arriving]
-            computed = self._started(traffic.compute(bucket, arrived, self.places))
-            if returning:
+            following = self._send(number + 1) if number + 1 < len(self.jobs) else None
+            assert arriving is not None
+            computed = self._started(traffic.compute(bucket, arriving.wait(), self.places))
+            if returning is not None:
                 self._write(number - 1, returning)
             arriving, returning = following, computed
-        if returning:
+        if returning is not None:
             self._write(len(self.jobs) - 1, returning)
 
-    def _send(self, number: int) -> list[Transfer]:
+    def _send(self, number: int) -> Transfer:
         traffic, bucket = self.jobs[number]
         return self._started(traffic.send(bucket, self.places))
 
-    def _write(self, number: int, transfers: list[Transfer]) -> None:
+    def _write(self, number: int, transfer: Transfer) -> None:
         traffic, bucket = self.jobs[number]
-        traffic.write_results(bucket, [each.wait() for each in transfers], self.places)
+        traffic.write_results(bucket, transfer.wait(), self.places)
 
-    def _started(self, transfers: list[Transfer]) -> list[Transfer]:
+    def _started(self, transfer: Transfer) -> Transfer:
         if not self.overlap:
-            for each in transfers:
-                each.wait()
-        return transfers
+            transfer.wait()
+        return transfer

@@ -41,11 +41,6 @@ class Pieces:
         torch._foreach_copy_([each for _, each in self._pairs], [each for each, _ in self._pairs])
 
 
-def tiles_of(kind: Bucket, tiles: Sequence[Tile]) -> Sequence[Tile]:
-    """Return tiles of matrices, or their rows in a bucket of rows."""
-    return [tile.of_rows for tile in tiles] if kind.of_rows else tiles
-
-
 def by_shape(units: Iterable[Units]) -> dict[tuple[int, int], list[Units]]:
     """Return units by the shape of their matrices."""
     alike: dict[tuple[int, int], list[Units]] = {}

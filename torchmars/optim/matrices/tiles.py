@@ -37,12 +37,6 @@ class Tile(NamedTuple):
         """Whether it has all rows and columns of its units."""
         return self.matrix == self.units.rows * self.units.cols
 
-    @property
-    def of_rows(self) -> "Tile":
-        """The same tile of units that have one column: of numbers for each row."""
-        width = self.cols.stop - self.cols.start
-        return self._replace(cols=slice(0, 1), start=self.start // width)
-
     def cut(self, size: int) -> Iterator["Tile"]:
         """Yield tiles of `size` units, and one of the rest."""
         for done in range(0, self.length, size):

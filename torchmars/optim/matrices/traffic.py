@@ -2,14 +2,13 @@
 
 The tiles of a bucket's matrices travel to their owners in one all-to-all and become directions
 there, which travel back in another. Matrices that lie whole on their owners' shards stay there.
-Under HSDP each replica does its share, and an all-gather passes the results on to the others. With
-NorMuon the rows' mean squares travel beside the matrices, each in transfers of its own.
+Under HSDP each replica does its share, and an all-gather passes the results on to the others.
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchmars.optim.matrices.buckets import Bucket, Packing, rank_bucket
 from torchmars.optim.matrices.directions import Directions, squared_deviations
 from torchmars.optim.matrices.owners import plan_buckets
-from torchmars.optim.matrices.pieces import Pieces, batches, by_shape, tiles_of
+from torchmars.optim.matrices.pieces import Pieces, batches, by_shape
 from torchmars.optim.matrices.precision import (
     coarsest,
     multiplies_bfloat16,
@@ -61,14 +60,11 @@ class Matrices(Protocol):
     parameters: list[Tensor]
     """Those that have a gradient."""
 
-    def read(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
-        """Write the input of the orthogonalisation to the values of each tile.
+    def read(self, tiles: Sequence[MatrixTile]) -> None:
+        """Write the input of the orthogonalisation to the values of each tile."""
 
-        Tiles `of_rows` get the mean squares of the rows, one column.
-        """
-
-    def apply(self, tiles: Sequence[MatrixTile], of_rows: bool) -> None:
-        """Take the results, the values of each tile: directions, or the new mean squares."""
+    def apply(self, tiles: Sequence[MatrixTile]) -> None:
+        """Step along the directions, the values of each tile."""
 
 
 # For each parameter with a gradient its group, and its number there.
@@ -123,7 +119,6 @@ class MatrixTraffic:
         )
         self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, native_bfloat16)
         self.wire, self.product = wire_and_product(self.matrix_dtype)
-        self.wide = torch.promote_types(self.wire, torch.float32)  # of the rows' mean squares
         of_parameters = {p.dtype for p in parameters}
         self.rounded = coarsest(self.wire, momentum_dtype or self.wire, *of_parameters)
         # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
@@ -140,11 +135,6 @@ class MatrixTraffic:
             descriptions, plan, matrix_dtype, directions, self.place.groups, self.device
         )
         self.buckets = [rank_bucket(planned, blocks, self.place) for planned in plan]
-        if directions.normalize_rows:
-            of_rows = [rank_bucket(each, blocks, self.place, of_rows=True) for each in plan]
-            self.buckets = [
-                replace(bucket, rows=rows) for bucket, rows in zip(self.buckets, of_rows)
-            ]
 
     def measure(self, measures: bool) -> None:
         """Begin a step, and say whether its `deviations` are measured."""
@@ -153,63 +143,38 @@ class MatrixTraffic:
 
     def compute_here(self, bucket: Bucket, places: Places) -> None:
         """Make the directions of a bucket of matrices where they are: nothing travels."""
-        for tiles, results in self._at_home(bucket, places):
-            for kind, values in zip(bucket.kinds, results):
-                self._apply(kind, tiles_of(kind, tiles), values, places)
+        for tiles, directions in self._at_home(bucket, places):
+            self._apply(tiles, directions, places)
 
-    def send(self, bucket: Bucket, places: Places) -> list[Transfer]:
-        """Send this rank's tiles to orthogonalise to their owners; nothing, at home.
-
-        After it come the mean squares of their rows, where directions need them.
-        """
-        return [self._send(kind, places) for kind in bucket.kinds]
-
-    def _send(self, bucket: Bucket, places: Places) -> Transfer:
-        packed = self._read(bucket, bucket.outgoing.tiles, places)
+    def send(self, bucket: Bucket, places: Places) -> Transfer:
+        """Send this rank's tiles to orthogonalise to their owners; nothing, at home."""
+        packed = self._read(bucket.outgoing.tiles, places)
         if bucket.home:  # it has none
             return Transfer(packed, None, packed)
         return self._all_to_all(packed, bucket.outgoing, bucket.incoming)
 
-    def compute(self, bucket: Bucket, arrived: list[Tensor], places: Places) -> list[Transfer]:
+    def compute(self, bucket: Bucket, arrived: Tensor, places: Places) -> Transfer:
         """Make the directions of the units that this rank owns, and send them back."""
         if bucket.home:
-            of_batches = [results for _, results in self._at_home(bucket, places)]
-            columns = zip(*of_batches) if of_batches else [()] * len(arrived)
-            flat = [
-                torch.cat([empty, *(each.flatten() for each in column)])
-                for empty, column in zip(arrived, columns)
-            ]
-            return [Transfer(each, None, each) for each in flat]
-        pieces = [Pieces(*each) for each in zip(bucket.kinds, arrived)]
+            directions = [each.flatten() for _, each in self._at_home(bucket, places)]
+            flat = torch.cat([arrived, *directions])
+            return Transfer(flat, None, flat)
+        pieces = Pieces(bucket, arrived)
         for (rows, cols), alike in by_shape(bucket.owned).items():
-            momenta = pieces[0].put_together(alike, rows, cols)
-            squares = None if bucket.rows is None else pieces[1].put_together(alike, rows, 1)
-            self._replace_by_directions(alike, momenta, squares)
-            for each in pieces:
-                each.take_apart()
-        return [
-            self._all_to_all(each, kind.incoming, kind.outgoing)
-            for each, kind in zip(arrived, bucket.kinds)
-        ]
+            self._replace_by_directions(alike, pieces.put_together(alike, rows, cols))
+            pieces.take_apart()
+        return self._all_to_all(arrived, bucket.incoming, bucket.outgoing)
 
-    def _replace_by_directions(
-        self, alike: Sequence[Units], momenta: Tensor, squares: Tensor | None
-    ) -> None:
-        """Turn momenta [n, rows, cols] into directions, squares [n, rows, 1] into new ones."""
+    def _replace_by_directions(self, alike: Sequence[Units], momenta: Tensor) -> None:
+        """Turn momenta [n, rows, cols] into directions."""
         size = max(1, self._batch_elements // math.prod(momenta.shape[1:]))
         parameters = [units.parameter for units in alike for _ in range(units.length)]
         for first in range(0, len(momenta), size):
             some = slice(first, first + size)
-            before = None if squares is None else squares[some].squeeze(-1)
-            directions, after = self._directions(parameters[some], momenta[some], before)
-            momenta[some].copy_(directions)
-            if before is not None and after is not None:
-                before.copy_(after)
+            momenta[some].copy_(self._directions(parameters[some], momenta[some]))
 
-    def _directions(
-        self, parameters: Sequence[int], momenta: Tensor, squares: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the directions [n, rows, cols] of a batch of momenta, and its rows' mean squares.
+    def _directions(self, parameters: Sequence[int], momenta: Tensor) -> Tensor:
+        """Return the directions [n, rows, cols] of a batch of momenta.
 
         `parameters` are those that its matrices are of, by number.
         """
@@ -220,27 +185,19 @@ class MatrixTraffic:
                 numbers = torch.tensor(parameters, device=self.device)
                 self.deviations.index_add_(0, numbers, squared_deviations(orthogonal).double())
             parts.append(self.directions.scaled(orthogonal, momenta.shape[1:]))
-        directions, squares = self.directions.normalized(shape.put_together(parts), squares)
-        return directions.to(momenta.dtype), squares
+        return shape.put_together(parts).to(momenta.dtype)
 
-    def write_results(self, bucket: Bucket, returned: list[Tensor], places: Places) -> None:
+    def write_results(self, bucket: Bucket, returned: Tensor, places: Places) -> None:
         """Pass the results on to the other replicas; write this rank's tiles of all of them."""
-        for kind, each in zip(bucket.kinds, returned):
-            for values, tiles in zip(self._of_all_replicas(kind, each), kind.by_replica):
-                self._apply(kind, tiles, values, places)
+        for values, tiles in zip(self._of_all_replicas(bucket, returned), bucket.by_replica):
+            self._apply(tiles, values, places)
 
-    def _at_home(self, bucket: Bucket, places: Places) -> Iterator[tuple[list[Tile], list[Tensor]]]:
-        """Yield the tiles of this rank's matrices at home, in order, with the results by kind.
-
-        Results are the directions and, for a bucket of rows, the rows' new mean squares.
-        """
+    def _at_home(self, bucket: Bucket, places: Places) -> Iterator[tuple[list[Tile], Tensor]]:
+        """Yield the tiles of this rank's matrices at home, in order, with their directions."""
         for tiles in batches(bucket.by_replica[self.place.replica], self._batch_elements):
-            read = [self._read(kind, tiles_of(kind, tiles), places) for kind in bucket.kinds]
-            momenta = read[0].view(-1, *tiles[0].units.shape)
-            squares = read[1].view(momenta.shape[:2]) if bucket.rows is not None else None
+            momenta = self._read(tiles, places).view(-1, *tiles[0].units.shape)
             parameters = [tile.units.parameter for tile in tiles for _ in range(tile.length)]
-            directions, squares = self._directions(parameters, momenta, squares)
-            yield tiles, [each for each in (directions.contiguous(), squares) if each is not None]
+            yield tiles, self._directions(parameters, momenta).contiguous()
 
     @property
     def _batch_elements(self) -> int:
@@ -248,23 +205,22 @@ class MatrixTraffic:
         on_cpu = self.device.type == "cpu"
         return BATCH_OF_CPU_THREAD * torch.get_num_threads() if on_cpu else BATCH_ELEMENTS
 
-    def _read(self, kind: Bucket, tiles: Sequence[Tile], places: Places) -> Tensor:
+    def _read(self, tiles: Sequence[Tile], places: Places) -> Tensor:
         """Return the output of `Matrices.read` for tiles: zeros where a matrix has no gradient."""
         elements = sum(tile.numel for tile in tiles)
-        dtype = self.wide if kind.of_rows else self.wire
-        packed = torch.empty(elements, dtype=dtype, device=self.device)
+        packed = torch.empty(elements, dtype=self.wire, device=self.device)
         groups, without_gradient = self._by_group(tiles, packed, places)
         for matrices, of_group in groups.items():
-            matrices.read(of_group, kind.of_rows)
+            matrices.read(of_group)
         for target in without_gradient:
             target.zero_()
         return packed
 
-    def _apply(self, kind: Bucket, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
+    def _apply(self, tiles: Sequence[Tile], packed: Tensor, places: Places) -> None:
         """Take the results of tiles, `packed`, where a matrix has a gradient."""
         groups, _ = self._by_group(tiles, packed, places)
         for matrices, of_group in groups.items():
-            matrices.apply(of_group, kind.of_rows)
+            matrices.apply(of_group)
 
     def _by_group(
         self, tiles: Sequence[Tile], packed: Tensor, places: Places
