@@ -44,7 +44,6 @@ OPTIONS = {
             "orthogonalize_form": "gram",
             "equilibrate": True,
             "renormalize": True,
-            "cautious_decay": True,
         }
     }
 }

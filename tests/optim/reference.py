@@ -56,12 +56,6 @@ def direction(rule: str, m: Tensor, options: dict | None = None) -> Tensor:
     )
 
 
-def decayed(x: Tensor, update: Tensor, weight_decay: float, options: dict) -> Tensor:
-    """Return the update with the decay of x, cautious or not."""
-    cautious = options.get("cautious_decay", False)
-    return update + weight_decay * (x * (update * x >= 0) if cautious else x)
-
-
 def mars(
     x: Tensor,
     gradients: list[Tensor],
@@ -79,7 +73,7 @@ def mars(
     """Return the parameter after the steps, in float64, and on how many the clip was active.
 
     `gamma` and `betas` may be lists, one for each step; `last` a list of the h of each step (exact
-    mode) after the first. `options` are those of `direction` and `decayed`.
+    mode) after the first. `options` are those of `direction`.
     """
     x = x.double()
     m, v, h, clipped = torch.zeros_like(x), torch.zeros_like(x), None, 0
@@ -102,12 +96,12 @@ def mars(
             update = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + eps)
         else:
             update = direction(rule, m, options)
-        x = x - lr * decayed(x, update, weight_decay, options)
+        x = x - lr * (update + weight_decay * x)
         h = g
     return x, clipped
 
 
-def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay, **options) -> Tensor:
+def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay) -> Tensor:
     """Return the parameter after steps of Lion (Chen et al., arXiv 2302.06675, algorithm 2).
 
     `betas` may be a list of pairs, one for each step.
@@ -116,7 +110,7 @@ def lion(x: Tensor, gradients: list[Tensor], *, lr, betas, weight_decay, **optio
     for t, g in enumerate(g.double() for g in gradients):
         b1, b2 = betas[t] if isinstance(betas, list) else betas
         update = (b1 * m + (1 - b1) * g).sign()
-        x = x - lr * decayed(x, update, weight_decay, options)
+        x = x - lr * (update + weight_decay * x)
         m = b2 * m + (1 - b2) * g
     return x
 
@@ -131,7 +125,7 @@ def muon(x: Tensor, gradients: list[Tensor], *, lr, momentum, weight_decay, **op
         mu = momentum[t] if isinstance(momentum, list) else momentum
         buffer = mu * buffer + g
         update = direction("muon", g + mu * buffer, options)
-        x = x - lr * decayed(x, update, weight_decay, options)
+        x = x - lr * (update + weight_decay * x)
     return x
 
 

@@ -197,7 +197,6 @@ def test_random_signs_estimate_how_orthogonal_matrices_are():
         ({"orthogonalize_form": "auto", "orthogonalize": "svd"}, "has no meaning for svd"),
         ({"renormalize": True, "orthogonalize": "svd"}, "renormalize has no meaning for svd"),
         ({"equilibrate": 1}, "equilibrate must be true or false"),
-        ({"cautious_decay": "yes"}, "cautious_decay must be true or false"),
     ],
 )
 def test_what_has_no_meaning_is_refused(settings, message):

@@ -54,7 +54,7 @@ def independent(rule, dtype, clip, lasts=None, **options):
     for seed, start in enumerate(starts(MATRICES, dtype)):
         sequence = gradients(start.shape, STEPS, seed, dtype)
         if rule == "lion":
-            result.append(lion(start, sequence, betas=BETAS, **BASE, **options))
+            result.append(lion(start, sequence, betas=BETAS, **BASE))
         elif rule == "muon":
             result.append(muon(start, sequence, momentum=BETAS[0], **BASE, **options))
         elif rule == "adamw":
@@ -89,22 +89,6 @@ def test_three_implementations_of_a_rule_agree(rule, dtype, clip):
     for ours, reference, other in zip(parameters, *theirs):
         assert relative(ours, reference) < tolerance(rule, dtype)
         assert relative(reference, other) < tolerance(rule, dtype)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("clip", [1.0, None])
-def test_they_agree_with_cautious_decay(rule, clip):
-    settings = settings_of(rule, clip)
-    parameters, _ = train(rule, torch.float64, STEPS, cautious_decay=True, **settings)
-    usual, _ = train(rule, torch.float64, STEPS, **settings)
-    theirs = (
-        shipped(rule, torch.float64, settings | {"cautious_decay": True}),
-        independent(rule, torch.float64, clip, cautious_decay=True),
-    )
-    for ours, reference, other, always in zip(parameters, *theirs, usual):
-        assert relative(ours, reference) < tolerance(rule, torch.float64)
-        assert relative(reference, other) < tolerance(rule, torch.float64)
-        assert relative(ours, always) > 1e-4
 
 
 MATRIX_RULES = [name for name, rule in RULES.items() if isinstance(rule, MatrixRule)]

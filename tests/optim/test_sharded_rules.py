@@ -25,7 +25,7 @@ MATRIX_DTYPES = ("bfloat16", "mixed", "float32")
 VECTORS = [(9,), (3,)]
 
 OPTIONS = {"equilibrate": True, "renormalize": True}
-OPTIONS |= {"orthogonalize": "polar-express", "orthogonalize_form": "auto", "cautious_decay": True}
+OPTIONS |= {"orthogonalize": "polar-express", "orthogonalize_form": "auto"}
 
 
 def sizes_of(rule):

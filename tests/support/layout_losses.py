@@ -65,7 +65,6 @@ RULES: dict[str, dict] = {
         "orthogonalize_form": "auto",
         "equilibrate": True,
         "renormalize": True,
-        "cautious_decay": True,
     },
     "mars-adamw, exact": {"name": "mars-adamw", "mode": "exact", "lr": 2e-3},
     "mars-m, mixed": {"name": "mars-m", "matrix_dtype": "mixed"},

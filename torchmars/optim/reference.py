@@ -32,7 +32,6 @@ def mars_adamw(
     betas: Betas,
     eps: float,
     weight_decay: float,
-    cautious_decay: bool = False,
     **correction: Any,
 ) -> None:
     """Step by AdamW's two moments of the corrected gradient c: v is built from c, not from g.
@@ -48,7 +47,6 @@ def mars_adamw(
         betas=betas,
         eps=eps,
         weight_decay=weight_decay,
-        cautious_decay=cautious_decay,
     )
 
 
@@ -59,7 +57,6 @@ def mars_lion(
     *,
     lr: float,
     weight_decay: float,
-    cautious_decay: bool = False,
     **correction: Any,
 ) -> None:
     """Set x <- x - lr (sign(m) + weight_decay x), m the momentum of the corrected gradient.
@@ -67,7 +64,7 @@ def mars_lion(
     `correction`: betas, and the others of `corrected_gradient`. So do the next two.
     """
     m = corrected_momentum(g, state, **correction)
-    descend(x, m.sign(), lr, weight_decay, cautious_decay)
+    descend(x, m.sign(), lr, weight_decay)
 
 
 def mars_shampoo(
@@ -77,7 +74,6 @@ def mars_shampoo(
     *,
     lr: float,
     weight_decay: float,
-    cautious_decay: bool = False,
     options: Settings | None = None,
     **correction: Any,
 ) -> None:
@@ -89,7 +85,7 @@ def mars_shampoo(
     m = corrected_momentum(g, state, **correction)
     rows, cols = x.shape[-2:]
     direction = max(1.0, rows / cols) ** 0.5 * orthogonal_direction(m, options)
-    descend(x, direction, lr, weight_decay, cautious_decay)
+    descend(x, direction, lr, weight_decay)
 
 
 def mars_m(
@@ -99,7 +95,6 @@ def mars_m(
     *,
     lr: float,
     weight_decay: float,
-    cautious_decay: bool = False,
     options: Settings | None = None,
     **correction: Any,
 ) -> None:
@@ -109,7 +104,7 @@ def mars_m(
     """
     m = corrected_momentum(g, state, **correction)
     direction = 0.2 * max(x.shape[-2:]) ** 0.5 * orthogonal_direction(m, options)
-    descend(x, direction, lr, weight_decay, cautious_decay)
+    descend(x, direction, lr, weight_decay)
 
 
 def adamw(
@@ -121,7 +116,6 @@ def adamw(
     betas: Betas,
     eps: float,
     weight_decay: float,
-    cautious_decay: bool = False,
 ) -> None:
     """Set x <- x - lr (m' / (v'^(1/2) + eps) + weight_decay x), m' and v' without their bias."""
     beta1, beta2 = betas
@@ -131,7 +125,7 @@ def adamw(
     v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * g * g
     t = step.item()
     m, v = m / (1 - beta1**t), v / (1 - beta2**t)  # without the bias towards zero
-    descend(x, m / (v.sqrt() + eps), lr, weight_decay, cautious_decay)
+    descend(x, m / (v.sqrt() + eps), lr, weight_decay)
 
 
 def lion(
@@ -142,12 +136,11 @@ def lion(
     lr: float,
     betas: Betas,
     weight_decay: float,
-    cautious_decay: bool = False,
 ) -> None:
     """Step by the sign of an average of m and g; m becomes an average with other weights."""
     beta1, beta2 = betas
     m = state.get("exp_avg", torch.zeros_like(x))
-    descend(x, (beta1 * m + (1 - beta1) * g).sign(), lr, weight_decay, cautious_decay)
+    descend(x, (beta1 * m + (1 - beta1) * g).sign(), lr, weight_decay)
     state["exp_avg"] = beta2 * m + (1 - beta2) * g
 
 
@@ -159,14 +152,13 @@ def muon(
     lr: float,
     betas: Betas,
     weight_decay: float,
-    cautious_decay: bool = False,
     options: Settings | None = None,
 ) -> None:
     """Step by the orthogonalised Nesterov momentum (decay betas[0]), with the scale of `mars_m`."""
     mu, _ = betas
     buffer = mu * state.get("momentum_buffer", torch.zeros_like(x)) + g
     o = orthogonal_direction((1 - mu) * (g + mu * buffer), options)
-    descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * o, lr, weight_decay, cautious_decay)
+    descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * o, lr, weight_decay)
     state["momentum_buffer"] = buffer
 
 
@@ -249,13 +241,6 @@ def norm_of_each(m: Tensor) -> Tensor:
     return norms.where(norms > 0, 1)
 
 
-def descend(
-    x: Tensor, direction: Tensor, lr: float, weight_decay: float, cautious_decay: bool
-) -> None:
-    """Set x <- x - lr (direction + weight_decay x).
-
-    With `cautious_decay` only those x decay that have no other sign than their direction (arXiv
-    2510.12402).
-    """
-    decayed = x * (direction * x >= 0) if cautious_decay else x
-    x.sub_(lr * (direction + weight_decay * decayed))
+def descend(x: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
+    """Set x <- x - lr (direction + weight_decay x)."""
+    x.sub_(lr * (direction + weight_decay * x))

@@ -169,11 +169,6 @@ PER_HEAD = Flag(
     False,
     automatic=True,
 )
-CAUTIOUS_DECAY = Flag(
-    "cautious_decay",
-    "Decay a weight only where the rest of the step moves it towards 0 too, or leaves it.",
-    False,
-)
 
 # Of the rules that orthogonalise matrices.
 ORTHOGONALIZE = Choice(
@@ -251,7 +246,6 @@ WEIGHT_DECAY_1D = Number(
 )
 MARS_SETTINGS = (
     EPS,
-    CAUTIOUS_DECAY,
     GAMMA,
     GAMMA_NEXT,
     CLIP,

@@ -91,8 +91,7 @@ class MatrixUpdate:
         lr_of = {shape: self.lr * self.rule.scale(*shape) for shape in set(shapes)}
         lr = torch.stack([lr_of[shape] for shape in shapes])
         weights, directions = _of_tiles(self.group.weights, tiles), [tile.values for tile in tiles]
-        factors = (lr, self.keep, self.group.settings["cautious_decay"])
-        self._run_on_tiles(step_along_, list(zip(weights, directions)), factors)
+        self._run_on_tiles(step_along_, list(zip(weights, directions)), (lr, self.keep))
 
     def _run_on_tiles(self, kernel: Callable, tensors: Tensors, factors: tuple) -> None:
         """Run `kernel`: on CPUs not compiled, since it would round otherwise and save little."""
@@ -121,14 +120,10 @@ def mars_momentum_(tensors: Tensors, factors: tuple[Corrections, Tensor]) -> Non
         write_if(correction.applied, m, m + rate * (c - m))
 
 
-def step_along_(tensors: Tensors, factors: tuple[Tensor, Tensor, bool]) -> None:
+def step_along_(tensors: Tensors, factors: tuple[Tensor, Tensor]) -> None:
     """Step along the direction d on each (x, d), in place: x <- keep x - lr d.
 
-    The factors are lr, keep, and whether decay is cautious: keep is 1 then where x and d have
-    different signs. A bfloat16 x is rounded once.
+    The factors are lr and keep. A bfloat16 x is rounded once.
     """
-    for (x, d), (lr, keep, cautious) in zip(tensors, factors_of_each(factors, len(tensors))):
-        wide, d = x.to(keep.dtype), d.to(keep.dtype)
-        if cautious:
-            keep = keep.where(d * wide >= 0, 1)
-        x.copy_(wide.mul_(keep).addcmul_(d, lr, value=-1))
+    for (x, d), (lr, keep) in zip(tensors, factors_of_each(factors, len(tensors))):
+        x.copy_(x.to(keep.dtype).mul_(keep).addcmul_(d.to(keep.dtype), lr, value=-1))

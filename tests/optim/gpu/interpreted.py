@@ -12,7 +12,6 @@ STEPS = 2
 TECHNIQUES = {
     "": {},
     "lean": {"clip": None},
-    "cautious": {"cautious_decay": True},
     "narrow": {"momentum_dtype": torch.bfloat16, "last_grad_dtype": torch.bfloat16},
 }
 

@@ -161,7 +161,10 @@ class KernelStep:
         for row, gradient in zip(rows, gradients):
             addresses[row] = gradient.data_ptr()
         # Those of no group: of parameters without gradient, except the first number.
-        settings = [math.inf if max_grad_norm is None else float(max_grad_norm), *[0.0] * 15]
+        settings = [
+            math.inf if max_grad_norm is None else float(max_grad_norm),
+            *[0.0] * (programs.SLOTS.value - 1),
+        ]
         settings[programs.LARGEST.value] = math.inf
         for group, form in zip(groups, table.forms):
             settings += group_settings(group, form)
@@ -199,7 +202,6 @@ def group_settings(group: GroupTensors, form: Form) -> list[float]:
         float(group.kappa),
         math.inf if settings["clip"] is None else float(settings["clip"]),
         float(group.largest_norm),
-        float(settings["cautious_decay"]),
         *map(float, lean),
     ]
 

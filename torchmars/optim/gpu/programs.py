@@ -23,8 +23,8 @@ LENGTH, STACK, GROUP, BEGIN, END = (tl.constexpr(column) for column in range(5, 
 # row of them is of no group: it has the norm to clip to instead of lr.
 LR, DECAY, EPS, RATE1, RATE2 = (tl.constexpr(slot) for slot in range(5))
 LOG1, LOG2, KAPPA, CLIP, LARGEST = (tl.constexpr(slot) for slot in range(5, 10))
-CAUTIOUS, MIX, OUT, KEEP, ADD, EXTRA = (tl.constexpr(slot) for slot in range(10, 16))
-SLOTS = tl.constexpr(16)
+MIX, OUT, KEEP, ADD, EXTRA = (tl.constexpr(slot) for slot in range(10, 15))
+SLOTS = tl.constexpr(15)
 
 # The numbers of a step, float64: these, the products of each row, and results for each row.
 TOTAL, STRAIN, NORM, SCALE, APPLIED = (tl.constexpr(number) for number in range(5))
@@ -278,7 +278,7 @@ def update(table, fresh, pieces, numbers, count, first, form: tl.constexpr):
             f += (_setting(group + KEEP), _float(factors + OF_ADD))
         else:
             f += (_setting(group + RATE1),)
-        step = (_setting(group + LR), _setting(group + DECAY), _setting(group + CAUTIOUS))
+        step = (_setting(group + LR), _setting(group + DECAY))
         hinted = _elements_hinted(weight | grad | last | moment | second, length)
         for offset in range(0, hinted, BLOCK):
             _update_block(at, f, step, offset, length, form, True)
@@ -336,6 +336,4 @@ def _update_block(at, f, step, offset, length, form: tl.constexpr, full: tl.cons
     _write(at[3], offset, new_m, length, form[4], full)
     if form[1] is not None:
         x = _read(at[0], offset, length, form[1], full)
-        decay = step[1] * x
-        decay = tl.where(direction * x >= 0, decay, tl.where(step[2] != 0, 0.0, decay))
-        _write(at[0], offset, x - step[0] * (direction + decay), length, form[1], full)
+        _write(at[0], offset, x - step[0] * (direction + step[1] * x), length, form[1], full)

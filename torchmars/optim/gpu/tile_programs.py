@@ -10,7 +10,6 @@ import triton.language as tl
 from torchmars.optim.gpu.programs import (
     APPLIED,
     BLOCK,
-    CAUTIOUS,
     DECAY,
     FACTORS,
     FIRST,
@@ -86,7 +85,7 @@ def step_along(table, fresh, pieces, numbers, packed, count, form: tl.constexpr)
         lr = _setting(group + LR)
         keep = 1 - lr * _setting(group + DECAY)
         scaled = lr * _setting(pieces + tl.program_id(0).to(tl.int64) * COLUMNS + 4)
-        f = (keep, scaled, _setting(group + CAUTIOUS))
+        f = (keep, scaled)
         hinted = _elements_hinted(weight | values, length)
         for offset in range(0, hinted, BLOCK):
             _step_block(weight, values, f, offset, length, form, True)
@@ -98,5 +97,4 @@ def step_along(table, fresh, pieces, numbers, packed, count, form: tl.constexpr)
 def _step_block(weight, values, f, offset, length, form: tl.constexpr, full: tl.constexpr):
     x = _read(weight, offset, length, form[0], full)
     d = _read(values, offset, length, form[1], full)
-    keep = tl.where(d * x >= 0, f[0], tl.where(f[2] != 0, 1.0, f[0]))
-    _write(weight, offset, x * keep - f[1] * d, length, form[0], full)
+    _write(weight, offset, x * f[0] - f[1] * d, length, form[0], full)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torchmars.optim.rules.by_role import mars_settings_by_role
-from torchmars.optim.rules.correction import Corrections, corrected_gradient_, decay_of, write_if
+from torchmars.optim.rules.correction import Corrections, corrected_gradient_, write_if
 from torchmars.optim.rules.factors import factors_of_each
 from torchmars.optim.rules.rule import ElementwiseRule
 from torchmars.optim.settings import (
     BETAS,
-    CAUTIOUS_DECAY,
     EPS,
     LR,
     LR_1D,
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 class AdamW(ElementwiseRule):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), by torch's own fused kernel.
 
-    That takes gradients and moments of the parameter's dtype, and decays every weight. Others have
-    a pass here.
+    That takes gradients and moments of the parameter's dtype. Others have a pass here.
     """
 
     name = "adamw"
@@ -40,7 +38,6 @@ class AdamW(ElementwiseRule):
         BETAS.of((0.9, 0.95)),
         EPS,
         WEIGHT_DECAY.of(0.1),
-        CAUTIOUS_DECAY,
     )
     counts_steps = True
 
@@ -53,7 +50,7 @@ class AdamW(ElementwiseRule):
         beta1, beta2 = group.settings["betas"]
         first, second = group.buffers["exp_avg"], group.buffers["exp_avg_sq"]
         dtypes = {each[0].dtype for each in (group.weights, group.grads, first, second)}
-        if len(dtypes) > 1 or group.settings["cautious_decay"]:
+        if len(dtypes) > 1:
             tensors = list(zip(group.weights, group.grads, first, second))
             step.run(adamw_, tensors, moment_factors(group, step))
             group.count_step(step.applied)
@@ -127,8 +124,6 @@ class MomentFactors(NamedTuple):
     """The bias corrections of the first moment, 1 / (1 - beta1^t), [n]."""
     unbias2: Tensor
     """The bias corrections of the second moment, [n]."""
-    cautious: bool
-    """Whether decay is cautious."""
 
 
 def moment_factors(group: GroupTensors, step: StepFactors) -> MomentFactors:
@@ -148,7 +143,6 @@ def moment_factors(group: GroupTensors, step: StepFactors) -> MomentFactors:
         rate2=group.scalar(1 - beta2),
         unbias1=unbias(beta1),
         unbias2=unbias(beta2),
-        cautious=settings["cautious_decay"],
     )
 
 
@@ -169,7 +163,6 @@ def _step_by_moments(p: Tensor, c: Tensor, m: Tensor, v: Tensor, f: MomentFactor
     new_m, new_v = m + f.rate1 * (c - m), v + f.rate2 * (c * c - v)
     direction = new_m * f.unbias1 / ((new_v * f.unbias2).sqrt() + f.eps)
     x = p.to(c.dtype)
-    decay = decay_of(x, direction, f.weight_decay, f.cautious)
-    write_if(f.applied, p, x - f.lr * (direction + decay))
+    write_if(f.applied, p, x - f.lr * (direction + f.weight_decay * x))
     write_if(f.applied, m, new_m)
     write_if(f.applied, v, new_v)

@@ -42,5 +42,4 @@ def adamw_settings(
         "betas": betas,
         "eps": settings["eps"],
         "weight_decay": weight_decay,
-        "cautious_decay": settings["cautious_decay"],
     }

@@ -61,13 +61,3 @@ def write_if(applied: Tensor, target: Tensor, values: Tensor) -> None:
     if not target.is_cpu:
         values = values.where(applied, target.to(values.dtype))
     target.copy_(values)
-
-
-def decay_of(x: Tensor, direction: Tensor, weight_decay: Tensor, cautious: bool) -> Tensor:
-    """Return the decay of x beside a step along `direction`, weight_decay x.
-
-    With `cautious` it is 0 where they have different signs, that is where the step along
-    -direction moves x away from 0 (arXiv 2510.12402).
-    """
-    decay = weight_decay * x
-    return decay.where(direction * x >= 0, 0) if cautious else decay

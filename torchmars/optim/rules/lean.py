@@ -64,8 +64,6 @@ class LeanFactors(NamedTuple):
     out: Tensor
     """[n], like `weight`: a first step has others."""
     weight: Tensor
-    cautious: bool
-    """Whether decay is cautious."""
 
 
 def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> LeanFactors:
@@ -80,7 +78,6 @@ def lean_factors(group: GroupTensors, step: StepFactors, form: LeanForm) -> Lean
         decay=group.scalar(form.decay),
         out=(form.out + form.first * first_step).to(group.dtype),
         weight=(form.weight + form.first * first_step).to(group.dtype),
-        cautious=settings["cautious_decay"],
     )
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torchmars.optim.rules.by_role import mars_settings_by_role
-from torchmars.optim.rules.correction import Corrections, corrected_gradient_, decay_of, write_if
+from torchmars.optim.rules.correction import Corrections, corrected_gradient_, write_if
 from torchmars.optim.rules.factors import factors_of_each
 from torchmars.optim.rules.lean import LeanFactors, LeanForm, lean_factors, mars_lean_form
 from torchmars.optim.rules.rule import ElementwiseRule
 from torchmars.optim.settings import (
     BETAS,
-    CAUTIOUS_DECAY,
     EPS,
     LR,
     LR_1D,
@@ -37,7 +36,6 @@ class Lion(ElementwiseRule):
         BETAS.of((0.9, 0.99)),
         EPS,
         WEIGHT_DECAY.of(0.5),
-        CAUTIOUS_DECAY,
     )
 
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
@@ -82,8 +80,7 @@ class MarsLion(Lion):
         tensors = list(zip(group.weights, group.grads, group.last_grads, group.momenta))
         lr, weight_decay = (group.scalar(group.settings[key]) for key in ("lr", "weight_decay"))
         rate = group.scalar(1 - group.settings["betas"][0])
-        cautious = group.settings["cautious_decay"]
-        factors = LionFactors(step.corrections, lr, weight_decay, rate, cautious)
+        factors = LionFactors(step.corrections, lr, weight_decay, rate)
         step.run(mars_lion_, tensors, factors)
         step.keep_gradients(group)
 
@@ -96,8 +93,6 @@ class LionFactors(NamedTuple):
     weight_decay: Tensor
     rate: Tensor
     """One minus beta1."""
-    cautious: bool
-    """Whether decay is cautious."""
 
     @property
     def applied(self) -> Tensor:
@@ -123,5 +118,4 @@ def lean_lion_(tensors: Tensors, factors: LeanFactors) -> None:
 
 def _step_by_sign(p: Tensor, momentum: Tensor, f: LionFactors | LeanFactors) -> None:
     x, direction = p.to(momentum.dtype), momentum.sign()
-    decay = decay_of(x, direction, f.weight_decay, f.cautious)
-    write_if(f.applied, p, x - f.lr * (direction + decay))
+    write_if(f.applied, p, x - f.lr * (direction + f.weight_decay * x))

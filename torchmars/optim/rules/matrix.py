@@ -8,7 +8,6 @@ from torchmars.optim.rules.rule import MatrixRule
 from torchmars.optim.settings import (
     BETAS,
     BETAS_1D,
-    CAUTIOUS_DECAY,
     CLIP,
     EPS,
     GAMMA,
@@ -32,7 +31,6 @@ MUON_SETTINGS = (
     BETAS.of((0.95, 0.99)),
     EPS,
     WEIGHT_DECAY.of(0.1),
-    CAUTIOUS_DECAY,
     BETAS_1D,
     LR_REST,
     *HEADS_APART,
