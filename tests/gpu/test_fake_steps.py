@@ -41,7 +41,6 @@ OPTIONS = {
     "options": {
         "optimizer": {
             "orthogonalize": "polar-express",
-            "orthogonalize_form": "gram",
             "equilibrate": True,
             "renormalize": True,
         }

@@ -18,10 +18,7 @@ POLAR_EXPRESS = [
 
 
 def orthogonalized(x: Tensor, method: str = "newton-schulz") -> Tensor:
-    """Return one float64 matrix after five odd polynomials, or its polar factor."""
-    if method == "svd":
-        u, _, v = torch.linalg.svd(x, full_matrices=False)
-        return u @ v
+    """Return one float64 matrix after five odd polynomials."""
     if x.shape[0] > x.shape[1]:
         return orthogonalized(x.T, method).T
     margin, polynomials = (1.01, POLAR_EXPRESS) if method == "polar-express" else (1.0, JORDAN)

@@ -28,7 +28,6 @@ def settings_of(rule, clip):
 # What a matrix rule may do with its directions.
 OPTIONS = [
     {"orthogonalize": "polar-express"},
-    {"orthogonalize": "svd"},
     {"equilibrate": True},
     {"zero_mean": True},
     {"renormalize": True},

@@ -25,7 +25,7 @@ MATRIX_DTYPES = ("bfloat16", "mixed", "float32")
 VECTORS = [(9,), (3,)]
 
 OPTIONS = {"equilibrate": True, "renormalize": True}
-OPTIONS |= {"orthogonalize": "polar-express", "orthogonalize_form": "auto"}
+OPTIONS |= {"orthogonalize": "polar-express"}
 
 
 def sizes_of(rule):
@@ -197,7 +197,7 @@ CUTS = [
     ((4, 6, 8), {"split": (1, 1), "transposed": True}),  # experts, gates beside ups
     ((8, 24), {"zero_mean": True}),
     ((8, 24), {"zero_mean": True, "equilibrate": True}),
-    ((12, 8), {"split": (1, 2), "orthogonalize": "svd"}),
+    ((12, 8), {"split": (1, 2), "orthogonalize": "polar-express"}),
 ]
 
 

@@ -62,7 +62,6 @@ RULES: dict[str, dict] = {
         "name": "mars-m",
         "matrix_dtype": "float32",
         "orthogonalize": "polar-express",
-        "orthogonalize_form": "auto",
         "equilibrate": True,
         "renormalize": True,
     },

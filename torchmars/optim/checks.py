@@ -40,7 +40,6 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
     for name, setting in group_settings().items():
         if name in group:
             setting.check(group[name], f" of group {number}")
-    RULES[group["rule"]].check(group, f" of group {number}")
     if group.get("per_head") and group.get("split") == 1:
         raise ValueError(
             f"per_head of group {number} needs the model, which declares its heads: use "

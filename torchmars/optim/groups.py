@@ -39,7 +39,6 @@ def complete_settings(name: str, **given: Any) -> Settings:
         setting.check(_clip(settings[key]) if key == "clip" else settings[key])
     if "lr_1d" in settings and settings["lr_1d"] is None:
         settings["lr_1d"] = settings["lr"] / 2
-    RULES[name].check(settings)
     return settings
 
 
@@ -264,7 +263,6 @@ def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict
         check_rule(changed["rule"])
         for key in known.keys() & changed.keys():
             known[key].check(changed[key])
-        RULES[changed["rule"]].check(changed)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
     return changed

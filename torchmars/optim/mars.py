@@ -169,7 +169,7 @@ class MARS(torch.optim.Optimizer):
         name = matrix_dtype_name(matrix_dtype)
         # Whichever "auto" becomes, the same dtype travels.
         self._wire, _ = wire_and_product(resolve_matrix_dtype(name, native_bfloat16=True))
-        self.plans = Plans(MeshGroups(), norm_group, name, momentum_dtype)
+        self.plans = Plans(MeshGroups(), norm_group, name)
         self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
         self.grad_norm = torch.zeros((), dtype=torch.float64)

@@ -1,7 +1,6 @@
 """Plans that are made once for an optimizer's parameters.
 
-That is their order in the step's reductions, the owners of their matrices, and how their state is
-rounded.
+That is their order in the step's reductions, and the owners of their matrices.
 """
 
 from typing import Any
@@ -25,8 +24,8 @@ from torchmars.optim.tensors import local_part
 class Plans:
     """Plans for the groups that `add` was called with. All follows from shapes and layouts.
 
-    `mesh_groups` keeps the process groups, also from plans to later ones. `norm_group` and
-    for the dtypes see `MARS`.
+    `mesh_groups` keeps the process groups, also from plans to later ones. For `norm_group` and
+    `matrix_dtype` see `MARS`.
     """
 
     def __init__(
@@ -34,10 +33,8 @@ class Plans:
         mesh_groups: MeshGroups,
         norm_group: dist.ProcessGroup | None,
         matrix_dtype: str,
-        momentum_dtype: torch.dtype | None,
     ) -> None:
-        self.mesh_groups = mesh_groups
-        self.matrix_dtype, self.momentum_dtype = matrix_dtype, momentum_dtype
+        self.mesh_groups, self.matrix_dtype = mesh_groups, matrix_dtype
         self.shard_sum = ShardSum(mesh_groups)
         self.totals = ModelTotals(mesh_groups, norm_group)
         self.parameters: list[Tensor] = []
@@ -54,7 +51,7 @@ class Plans:
     def without_groups(self) -> "Plans":
         """Return plans with the same settings and process groups, to which no group was added."""
         norm_group = self.totals.norm_group
-        return Plans(self.mesh_groups, norm_group, self.matrix_dtype, self.momentum_dtype)
+        return Plans(self.mesh_groups, norm_group, self.matrix_dtype)
 
     def add(self, group: dict[str, Any]) -> None:
         """Give a group's parameters a place in the reductions and its matrices owners.
@@ -80,7 +77,6 @@ class Plans:
                         loads,
                         self.mesh_groups,
                         self.matrix_dtype,
-                        self.momentum_dtype,
                     )
                 )
         for parameter in group["params"]:

@@ -219,7 +219,7 @@ def orthogonal_direction(m: Tensor, options: Settings | None = None) -> Tensor:
     """Return each matrix of `m` with its singular values mapped near 1, as `options` say.
 
     `options` are the settings `orthogonalize`, `zero_mean`, `equilibrate` and `renormalize` of
-    matrix rules.
+    matrix rules. Here `orthogonalize` may also be "svd": exactly 1, what all methods come near to.
     """
     given = {"orthogonalize": "newton-schulz"} | (options or {})
     rows, cols = m.shape[-2:]
@@ -228,8 +228,11 @@ def orthogonal_direction(m: Tensor, options: Settings | None = None) -> Tensor:
     if given.get("equilibrate"):
         of_rows = torch.linalg.vector_norm(m, dim=-1, keepdim=True)
         m = m / of_rows.where(of_rows > 0, 1) * norm_of_each(m) / rows**0.5
-    batch = m.reshape(-1, rows, cols)
-    o = ORTHOGONALIZERS[given["orthogonalize"]](batch).view_as(m)
+    if given["orthogonalize"] == "svd":
+        left, _, right = torch.linalg.svd(m, full_matrices=False)
+        o = left @ right
+    else:
+        o = ORTHOGONALIZERS[given["orthogonalize"]](m.reshape(-1, rows, cols)).view_as(m)
     if given.get("renormalize"):
         o = o * min(rows, cols) ** 0.5 / norm_of_each(o)
     return o

@@ -174,17 +174,9 @@ PER_HEAD = Flag(
 ORTHOGONALIZE = Choice(
     "orthogonalize",
     "How matrices are orthogonalised. newton-schulz: five steps of one polynomial, as published. "
-    "polar-express: five steps of different ones, nearer to orthogonal. svd: exactly, slow.",
+    "polar-express: five steps of different ones, nearer to orthogonal.",
     "newton-schulz",
-    names=("newton-schulz", "polar-express", "svd"),
-)
-ORTHOGONALIZE_FORM = Choice(
-    "orthogonalize_form",
-    "How the polynomials are computed. direct: on the matrix. gram: on its short side, with fewer "
-    "operations for long matrices; in float16 where matrices are multiplied in bfloat16. auto: "
-    "gram where it has fewer operations and matrices are multiplied in float32.",
-    "direct",
-    names=("direct", "gram", "auto"),
+    names=("newton-schulz", "polar-express"),
 )
 EQUILIBRATE = Flag(
     "equilibrate", "Give all rows of a matrix one norm before it is orthogonalised.", False
@@ -201,7 +193,6 @@ MATRIX_SETTINGS = (
     PER_HEAD,
     ZERO_MEAN,
     ORTHOGONALIZE,
-    ORTHOGONALIZE_FORM,
     EQUILIBRATE,
     RENORMALIZE,
 )

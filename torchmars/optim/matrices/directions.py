@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS, in_gram_form
+from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.settings import Settings
 
@@ -22,7 +22,6 @@ class Directions:
 
     rule: str
     orthogonalize: str
-    orthogonalize_form: str
     equilibrate: bool
     renormalize: bool
     zero_mean: bool
@@ -32,20 +31,12 @@ class Directions:
         """Return the directions of a group with these `settings`."""
         return cls(**{name: settings[name] for name in cls.__dataclass_fields__})
 
-    def flops(self, rows: int, cols: int, product: torch.dtype) -> int:
-        """Return the floating-point operations on one matrix that is multiplied in `product`."""
-        gram = in_gram_form(rows, cols, product, self.orthogonalize_form)
-        return ORTHOGONALIZERS[self.orthogonalize].flops(rows, cols, gram)
-
-    def orthogonalized(self, momenta: Tensor, product: torch.dtype, rounded: torch.dtype) -> Tensor:
-        """Return a batch of `momenta` [n, rows, cols], orthogonalised, in the dtype `product`.
-
-        `rounded` is the coarsest dtype that they were kept in.
-        """
+    def orthogonalized(self, momenta: Tensor, product: torch.dtype) -> Tensor:
+        """Return a batch of `momenta` [n, rows, cols], orthogonalised, in the dtype `product`."""
         if self.zero_mean:
             momenta = without(momenta, torch.ones_like(momenta[..., :1]))
         x = equilibrated(momenta) if self.equilibrate else momenta
-        x = ORTHOGONALIZERS[self.orthogonalize](x, product, self.orthogonalize_form, rounded)
+        x = ORTHOGONALIZERS[self.orthogonalize](x, product)
         if not self.zero_mean:
             return x
         # Products in bfloat16 round too, and of 1e-3 an iteration makes 1/2.

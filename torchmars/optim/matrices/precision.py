@@ -46,8 +46,3 @@ def wire_and_product(name: str) -> tuple[torch.dtype, torch.dtype]:
     if name == "mixed":
         return torch.bfloat16, torch.float32
     return getattr(torch, name), getattr(torch, name)
-
-
-def coarsest(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the one that rounds most."""
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from torchmars.optim.matrices.buckets import Bucket, Packing, rank_bucket
 from torchmars.optim.matrices.directions import Directions, squared_deviations
+from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.matrices.owners import plan_buckets
 from torchmars.optim.matrices.pieces import Pieces, batches, by_shape
 from torchmars.optim.matrices.precision import (
-    coarsest,
     multiplies_bfloat16,
     resolve_matrix_dtype,
     wire_and_product,
@@ -91,7 +91,6 @@ class MatrixTraffic:
 
     They are sharded over the same axes. Creating an object is collective over the ranks of the
     mesh. `matrix_dtype` is the setting: "auto" is resolved here, the same on every rank.
-    `momentum_dtype`: see `MARS`.
     """
 
     def __init__(
@@ -102,7 +101,6 @@ class MatrixTraffic:
         loads: OwnerLoads,
         groups: MeshGroups,
         matrix_dtype: str,
-        momentum_dtype: torch.dtype | None = None,
     ) -> None:
         self.parameters = parameters
         self.directions = directions
@@ -119,14 +117,12 @@ class MatrixTraffic:
         )
         self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, native_bfloat16)
         self.wire, self.product = wire_and_product(self.matrix_dtype)
-        of_parameters = {p.dtype for p in parameters}
-        self.rounded = coarsest(self.wire, momentum_dtype or self.wire, *of_parameters)
         # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
         ranks = self.place.ranks
         plan = plan_buckets(
             self.shapes,
             blocks,
-            lambda rows, cols: directions.flops(rows, cols, self.product),
+            ORTHOGONALIZERS[directions.orthogonalize].flops,
             ranks,
             loads.setdefault(tuple(sorted(ranks)), {}),
         )
@@ -180,7 +176,7 @@ class MatrixTraffic:
         """
         shape, parts = self.shapes[parameters[0]], []
         for each in shape.cut(momenta):
-            orthogonal = self.directions.orthogonalized(each, self.product, self.rounded)
+            orthogonal = self.directions.orthogonalized(each, self.product)
             if self.deviations is not None:
                 numbers = torch.tensor(parameters, device=self.device)
                 self.deviations.index_add_(0, numbers, squared_deviations(orthogonal).double())

@@ -7,7 +7,7 @@ arithmetic uses the methods of the tensors that it is given.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchmars.optim.settings import Declared, Settings
@@ -54,12 +54,6 @@ class Rule(ABC):
         """
         return {"vector": main | {"weight_decay": 0.0}}
 
-    def check(self, settings: Mapping[str, Any], suffix: str = "") -> None:  # noqa: B027
-        """Raise `ValueError` for settings of a group that have no meaning together.
-
-        The message has `suffix` after the setting's name.
-        """
-
     @abstractmethod
     def lr_factor(self, sides: tuple[int, int], base: tuple[int, int]) -> float:
         """Return what the lr of a matrix with `sides` [out, in] is of the lr that suits `base`.
@@ -88,19 +82,6 @@ class ElementwiseRule(Rule):
 
 class MatrixRule(Rule):
     """A rule that steps along an orthogonalised momentum: x <- x - lr (scale O(m) + decay x)."""
-
-    def check(self, settings: Mapping[str, Any], suffix: str = "") -> None:
-        settings = self.defaults | dict(settings)
-        svd = settings["orthogonalize"] == "svd"
-        if svd and settings["orthogonalize_form"] != "direct":
-            raise ValueError(
-                f"orthogonalize_form{suffix} has no meaning for svd, which has one form: remove it"
-            )
-        if svd and settings["renormalize"]:
-            raise ValueError(
-                f"renormalize{suffix} has no meaning for svd, whose matrices are orthogonal: "
-                "remove it"
-            )
 
     def lr_factor(self, sides: tuple[int, int], base: tuple[int, int]) -> float:
         (rows, cols), (base_rows, base_cols) = sides, base
