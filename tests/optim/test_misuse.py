@@ -135,7 +135,7 @@ ARGUMENTS = [
     *((key, torch.int32) for key in ("momentum_dtype", "matrix_dtype")),
     *(("norm_group", value) for value in ("x", 3, -100)),
     *(("max_grad_norm", value) for value in (NAN, -1, "x")),
-    *((key, "no") for key in ("exact", "overlap", "compile")),
+    *((key, "no") for key in ("exact", "compile")),
 ]
 
 

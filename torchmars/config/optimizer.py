@@ -141,8 +141,6 @@ class OptimizerConfig(NamedRule):
     they are multiplied in float32; input and direction are sent in bfloat16. auto: bfloat16 where
     every rank has instructions for it, else mixed. A run keeps its first choice unless this names
     another."""
-    overlap: bool = True
-    """Matrix rules: let the transfers of matrices overlap with the work on others."""
     matrix: GroupConfig = field(default_factory=GroupConfig)
     """Hidden matrices."""
     router: GroupConfig = field(default_factory=GroupConfig)

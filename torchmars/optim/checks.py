@@ -47,9 +47,9 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
         )
 
 
-def check_flags(exact: Any, overlap: Any, compile: Any, norm_group: Any) -> None:
+def check_flags(exact: Any, compile: Any, norm_group: Any) -> None:
     """Raise `TypeError` for an argument of `MARS` that is of another type, naming it."""
-    for name, value in {"exact": exact, "overlap": overlap, "compile": compile}.items():
+    for name, value in {"exact": exact, "compile": compile}.items():
         if not isinstance(value, bool) and not (name == "compile" and value is None):
             raise TypeError(f"{name} must be True or False, got {shown(value)!r}")
     if norm_group is not None and not isinstance(norm_group, dist.ProcessGroup):

@@ -117,8 +117,6 @@ class MARS(torch.optim.Optimizer):
             are rounded to bfloat16, in which they travel. "auto": bfloat16 where all ranks of the
             mesh have instructions for it, else mixed. DDP's replicas are not asked: where their
             CPUs differ, do not leave it at "auto".
-        overlap: let transfers of matrices overlap with the work on others. The result is the same
-            without.
         compile: fuse the work on each tensor into one kernel by torch.compile; None: for large
             models, where a compiler is found. A GPU has one kernel by Triton for all tensors,
             where that is installed and `compile` is not False.
@@ -152,7 +150,6 @@ class MARS(torch.optim.Optimizer):
         momentum_dtype: torch.dtype | None = None,
         last_grad_dtype: torch.dtype | None = None,
         matrix_dtype: str | torch.dtype = "auto",
-        overlap: bool = True,
         compile: bool | None = None,
         norm_group: dist.ProcessGroup | None = None,
         **settings: Any,
@@ -161,8 +158,8 @@ class MARS(torch.optim.Optimizer):
         check_rule(rule)
         check_names(settings)
         check_state_dtypes(momentum_dtype, last_grad_dtype)
-        check_flags(exact, overlap, compile, norm_group)
-        self.max_grad_norm, self.exact, self.overlap = max_grad_norm, exact, overlap
+        check_flags(exact, compile, norm_group)
+        self.max_grad_norm, self.exact = max_grad_norm, exact
         self._new_state = partial(
             new_state, exact=exact, momentum_dtype=momentum_dtype, last_grad_dtype=last_grad_dtype
         )
@@ -365,7 +362,7 @@ class MARS(torch.optim.Optimizer):
         self.grad_norm = reduction.norm
         updates = [(group, reduction.factors(group, self.exact, compile)) for group in groups]
         if not self.sees_verdict or reduction.applied:
-            update_groups(updates, self.plans, overlap=self.overlap)
+            update_groups(updates, self.plans)
         for group, _ in updates:
             if not RULES[group.rule].counts_steps:
                 group.count_step(reduction.applied)
@@ -376,7 +373,7 @@ class MARS(torch.optim.Optimizer):
         """Make a step by one launch for all tensors, where there are kernels for it."""
         if self.kernels is None or torch.compiler.is_compiling():  # it cannot see addresses
             return False
-        done = self.kernels.step(groups, self.state, self.max_grad_norm, self.skipped, self.overlap)
+        done = self.kernels.step(groups, self.state, self.max_grad_norm, self.skipped)
         if done is None:
             return False
         self.grad_norm = done.norm

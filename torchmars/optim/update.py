@@ -23,19 +23,14 @@ from torchmars.optim.step import GroupTensors, StepFactors
 from torchmars.optim.tensors import flat_slices
 
 
-def update_groups(
-    updates: Sequence[tuple[GroupTensors, StepFactors]], plans: Plans, *, overlap: bool
-) -> None:
-    """Update weights and state of all groups in place. Collective where matrices are sharded.
-
-    `overlap`: see `MARS`.
-    """
+def update_groups(updates: Sequence[tuple[GroupTensors, StepFactors]], plans: Plans) -> None:
+    """Update weights and state of all groups in place. Collective where matrices are sharded."""
     matrices = [
         MatrixUpdate(rule, group, factors)
         for group, factors in updates
         if isinstance(rule := RULES[group.rule], MatrixRule)
     ]
-    exchange = Exchange(plans.traffic, matrices, overlap=overlap)
+    exchange = Exchange(plans.traffic, matrices)
 
     for each in matrices:
         each.update_momenta()

@@ -40,7 +40,6 @@ def build_optimizer(
             [group for group in groups if group["params"]],
             max_grad_norm=config.training.max_grad_norm or None,
             exact=section.mode == "exact",
-            overlap=section.overlap,
             momentum_dtype=getattr(torch, section.momentum_dtype),
             last_grad_dtype=getattr(torch, section.last_grad_dtype),
             matrix_dtype=section.matrix_dtype,

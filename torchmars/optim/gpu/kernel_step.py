@@ -60,11 +60,10 @@ class KernelStep:
         state: Mapping[Tensor, State],
         max_grad_norm: float | None,
         skipped: Tensor,
-        overlap: bool,
     ) -> Outcome | None:
         """Make a step. None, and nothing done, where there are no kernels for it.
 
-        `skipped` and `overlap`: see `MARS`. Collective as a step without kernels.
+        `skipped`: see `MARS`. Collective as a step without kernels.
         """
         if _on_gpu(groups, max_grad_norm) or launches.is_capturing(self.device):
             return None
@@ -77,7 +76,7 @@ class KernelStep:
         numbers = Numbers.empty(len(self.plans.parameters), self.device)
         given = Given(table, fresh, numbers)
         after = self._settle(given, skipped)
-        self._update(given, groups, overlap)
+        self._update(given, groups)
         # Autograd does not see writes of kernels.
         increment_version([each for group in groups for each in group.parameters])
         scale, products = numbers.values[programs.SCALE.value], numbers.products
@@ -110,14 +109,14 @@ class KernelStep:
         launches.launch(programs.settle, blocks, table.rows, fresh, values, skipped, after, count)
         return after
 
-    def _update(self, given: Given, groups: Sequence[GroupTensors], overlap: bool) -> None:
+    def _update(self, given: Given, groups: Sequence[GroupTensors]) -> None:
         """Update weights and state, in the order of `update_groups`, if the step is applied."""
         matrices = [
             KernelMatrices(given, number, group)
             for number, group in enumerate(groups)
             if isinstance(RULES[group.rule], MatrixRule)
         ]
-        exchange = Exchange(self.plans.traffic, matrices, overlap=overlap)
+        exchange = Exchange(self.plans.traffic, matrices)
         _launch_updates(given, "momentum")
         exchange.start()
         _launch_updates(given, "adamw", "sign", "lean sign")  # while matrices travel

@@ -9,14 +9,10 @@ class Exchange:
     """Orthogonalises every matrix of a step, bucket by bucket.
 
     While bucket k is computed, bucket k + 1 travels in and k - 1 out. Other work fits between
-    `start` and `finish`, while the first bucket travels. Without `overlap` every transfer is waited
-    for as soon as it has started; the results are the same.
+    `start` and `finish`, while the first bucket travels.
     """
 
-    def __init__(
-        self, traffic: Sequence[MatrixTraffic], groups: Sequence[Matrices], *, overlap: bool
-    ) -> None:
-        self.overlap = overlap
+    def __init__(self, traffic: Sequence[MatrixTraffic], groups: Sequence[Matrices]) -> None:
         self.places: Places = {
             parameter: (group, number)
             for group in groups
@@ -41,7 +37,7 @@ class Exchange:
         for number, (traffic, bucket) in enumerate(self.jobs):
             following = self._send(number + 1) if number + 1 < len(self.jobs) else None
             assert arriving is not None
-            computed = self._started(traffic.compute(bucket, arriving.wait(), self.places))
+            computed = traffic.compute(bucket, arriving.wait(), self.places)
             if returning is not None:
                 self._write(number - 1, returning)
             arriving, returning = following, computed
@@ -50,13 +46,8 @@ class Exchange:
 
     def _send(self, number: int) -> Transfer:
         traffic, bucket = self.jobs[number]
-        return self._started(traffic.send(bucket, self.places))
+        return traffic.send(bucket, self.places)
 
     def _write(self, number: int, transfer: Transfer) -> None:
         traffic, bucket = self.jobs[number]
         traffic.write_results(bucket, transfer.wait(), self.places)
-
-    def _started(self, transfer: Transfer) -> Transfer:
-        if not self.overlap:
-            transfer.wait()
-        return transfer
