@@ -23,23 +23,21 @@ def numbers_apart(
     at the weights before.
     """
     lasts: list = [[None] * len(group) for group in next(iter(steps))]
-    states: list = [[{} for _ in group] for group in lasts]
     for number, step in enumerate(steps):
         step = clipped_whole(step, max_grad_norm)
         if look_ahead is not None and number:
             lasts = clipped_whole(look_ahead[number], max_grad_norm)[0]
         used, norm = step
         sums: dict[str, dict[str, float]] = {}
-        for group, gs, hs, memories in zip(groups, used, lasts, states):
+        for group, gs, hs in zip(groups, used, lasts):
             of_role = sums.setdefault(group["role"], dict.fromkeys(SUMS, 0.0))
-            for g, h, memory in zip(gs, hs, memories):
-                add_tensor(of_role, group, g, h, memory)
+            for g, h in zip(gs, hs):
+                add_tensor(of_role, group, g, h)
         lasts = used
     numbers = {"grad_norm": norm, "skipped_steps": 0.0, "skipped_in_a_row": 0.0}
     scale = global_scale(norm, max_grad_norm)
     for role, of in sums.items():
         numbers[f"{role}/grad_norm"] = math.sqrt(of["gg"]) / scale
-        numbers[f"{role}/momentum"] = math.sqrt(of["memory"] / of["gg"])
         if of["tensors"]:
             numbers[f"{role}/clipped"] = of["clipped"] / of["tensors"]
             numbers[f"{role}/correction"] = math.sqrt(of["correction"] / of["gg"])
@@ -48,7 +46,7 @@ def numbers_apart(
     return numbers
 
 
-SUMS = ("gg", "gh", "hh", "memory", "correction", "clipped", "tensors")
+SUMS = ("gg", "gh", "hh", "correction", "clipped", "tensors")
 
 
 def global_scale(norm: float, max_grad_norm: float | None) -> float:
@@ -63,39 +61,21 @@ def clipped_whole(step, max_grad_norm):
     return [[g * scale for g in group] for group in wide], norm
 
 
-def add_tensor(sums, group, g, h, memory):
-    """Update the `memory` of a tensor by its gradient g, and add what it tells to `sums`."""
-    rule, (b1, b2) = group["rule"], group["betas"]
-    zeros = torch.zeros_like(g)
-    c, lean = g, False
-    if rule.startswith("mars"):
-        gamma, clip = group["gamma"], group["clip"]
-        if h is not None and g.ndim == 3:  # experts, of which some got no token
-            h = torch.where(g == 0, 0, h)
-        lean = clip is None and rule != "mars-adamw" and not group.get("exact")
-        correction = gamma * b1 / (1 - b1) * (g - (g if h is None else h))
-        c = g + correction
-        if not lean:
-            norm = float(c.norm())
-            sums["tensors"] += 1
-            sums["correction"] += float(correction.pow(2).sum())
-            sums["gh"] += 0.0 if h is None else float((g * h).sum())
-            sums["hh"] += 0.0 if h is None else float(h.pow(2).sum())
-            if clip is not None and norm > clip:
-                sums["clipped"] += 1
-                c = c * (clip / norm)
-    if rule in ("adamw", "mars-adamw"):
-        memory["v"] = b2 * memory.get("v", zeros) + (1 - b2) * c**2
-        size = float(memory["v"].sum())
-    else:
-        if lean:  # what the state has of the momentum m: u = m - gamma g
-            before = memory.get("m", -gamma * g)
-            memory["m"] = b1 * before + (1 - b1) * (1 - gamma) * g
-        elif rule == "muon":  # Nesterov's buffer, as an average
-            memory["m"] = b1 * memory.get("m", zeros) + (1 - b1) * g
-        else:
-            decay = b2 if rule == "lion" else b1
-            memory["m"] = decay * memory.get("m", zeros) + (1 - decay) * c
-        size = float(memory["m"].pow(2).sum())
-    sums["memory"] += size
+def add_tensor(sums, group, g, h):
+    """Add what a tensor's gradient g and last gradient h tell to `sums`."""
+    rule, (b1, _) = group["rule"], group["betas"]
     sums["gg"] += float(g.pow(2).sum())
+    if not rule.startswith("mars"):
+        return
+    gamma, clip = group["gamma"], group["clip"]
+    if clip is None and rule != "mars-adamw" and not group.get("exact"):  # no last gradient is kept
+        return
+    if h is not None and g.ndim == 3:  # experts, of which some got no token
+        h = torch.where(g == 0, 0, h)
+    correction = gamma * b1 / (1 - b1) * (g - (g if h is None else h))
+    sums["tensors"] += 1
+    sums["correction"] += float(correction.pow(2).sum())
+    sums["gh"] += 0.0 if h is None else float((g * h).sum())
+    sums["hh"] += 0.0 if h is None else float(h.pow(2).sum())
+    if clip is not None and float((g + correction).norm()) > clip:
+        sums["clipped"] += 1

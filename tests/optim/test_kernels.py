@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from torchmars.optim import kernels
-from torchmars.optim.kernels import CALLS, Calls, float64_norms, inner_products, run_kernel
+from torchmars.optim.kernels import CALLS, Calls, inner_products, run_kernel
 from torchmars.optim.rules.factors import factors_of_each
 
 
@@ -52,20 +52,3 @@ def test_partial_sums_of_a_gpu_are_those_of_a_cpu(dtype, as_on_gpu):
     ]
     wanted = [[g @ g, g @ h, h @ h] for g, h in (map(Tensor.double, pair) for pair in pairs)]
     torch.testing.assert_close(inner_products(pairs, None), torch.tensor(wanted).double())
-
-
-@pytest.mark.parametrize("order", [1, 2])
-def test_norms_are_taken_in_parts_on_a_cpu(order, monkeypatch):
-    longest, original = [], torch._foreach_norm
-
-    def spy(tensors, *rest):
-        longest.append(max(map(len, tensors)))
-        return original(tensors, *rest)
-
-    monkeypatch.setattr(torch, "_foreach_norm", spy)
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(length, generator=generator) for length in (0, 7, 2**16 + 1, 200_000)]
-    norms = torch.stack(float64_norms(tensors, order))
-    wanted = [torch.linalg.vector_norm(each.double(), order) for each in tensors]
-    torch.testing.assert_close(norms, torch.stack(wanted))
-    assert norms.dtype == torch.float64 and max(longest) <= kernels.CPU_PART

@@ -7,7 +7,7 @@ from torch import nn
 from tests.optim.reference import orthogonalized
 from tests.support.spectra import spectra
 from torchmars.optim import MARS
-from torchmars.optim.matrices.directions import Directions, squared_deviations
+from torchmars.optim.matrices.directions import Directions
 from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.reference import orthogonal_direction
 from torchmars.optim.rules import RULES
@@ -57,15 +57,13 @@ def test_the_momentum_of_a_softmax_router_has_no_direction_but_its_own(
         assert (null.mT.double() @ usual).norm() > 0.1
 
 
-def test_random_signs_estimate_how_orthogonal_matrices_are():
+def test_the_exact_answer_of_the_reference_is_what_methods_come_near_to():
     [(_, matrix), *_] = spectra(48, 96)
-    near = ORTHOGONALIZERS["newton-schulz"](torch.stack([matrix, matrix.flip(0)]))
-    exact = orthogonal_direction(matrix[None], {"orthogonalize": "svd"})
-    for x in near:
-        wanted = ((x @ x.mT - torch.eye(48, dtype=x.dtype)).norm() ** 2 / 48).item()
-        assert squared_deviations(x[None]).item() == pytest.approx(wanted, rel=0.5)
-        assert squared_deviations(x.mT[None]).item() == squared_deviations(x[None]).item()
-    assert squared_deviations(exact).item() < 1e-20
+    exact = orthogonal_direction(matrix, {"orthogonalize": "svd"})
+    torch.testing.assert_close(exact @ exact.mT, torch.eye(48, dtype=exact.dtype))
+    for method, most in (("newton-schulz", 0.3), ("polar-express", 0.1)):
+        near = orthogonal_direction(matrix, {"orthogonalize": method})
+        assert (near - exact).norm() < most * exact.norm()
 
 
 @pytest.mark.parametrize(
@@ -107,13 +105,3 @@ def test_settings_that_cannot_change_are_not_loaded():
     assert not ours.param_groups[0]["equilibrate"]
     other.grad = torch.ones(4, 4)
     ours.step()
-
-
-def test_a_skipped_step_says_nothing_of_orthogonality():
-    parameter = nn.Parameter(torch.ones(4, 4))
-    optimizer = MARS([parameter], rule="mars-m")
-    optimizer.measures = True
-    for gradient, there in ((1.0, True), (torch.nan, False), (1.0, True)):
-        parameter.grad = torch.full((4, 4), gradient)
-        optimizer.step()
-        assert ("mars-m/orthogonality" in optimizer.telemetry()) is there

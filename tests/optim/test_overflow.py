@@ -73,7 +73,10 @@ def test_huge_gradients_that_alternate(rule, max_grad_norm, clip, size, gamma):
         numbers = report(optimizer)
         clipped = max_grad_norm is not None or numbers.get(f"{rule}/clipped", 0.0) == 1.0
         # A sign has the same size whatever the momentum's.
-        remembered = rule in ("lion", "mars-lion") and numbers[f"{rule}/momentum"] > 0
+        states = optimizer.state.values()
+        remembered = rule in ("lion", "mars-lion") and all(
+            state.get("momentum", state.get("exp_avg")).any() for state in states
+        )
         assert finite(optimizer) and (numbers["skipped_steps"] == step + 1 or clipped or remembered)
     before = [parameter.detach().clone() for parameter in parameters]
     for step in range(8):
@@ -175,15 +178,3 @@ def test_a_look_ahead_that_is_not_finite_corrects_nothing(rule, bad):
     """It corrects no tensor: without its norm, the other look-aheads could not be clipped."""
     assert same(exact(rule, bad), exact(rule, forget=[3]))
     assert not same(exact(rule), exact(rule, forget=[3]))
-
-
-def test_telemetry_shows_that_one_gradient_rules_the_momentum():
-    def huge(parameters, optimizer):
-        give(parameters, 0, scale=1e15)
-        optimizer.step()
-
-    cases = [("muon", huge), ("lion", huge), ("muon", None), ("adamw", None), ("mars-adamw", None)]
-    for rule, after in cases:
-        _, optimizer = ordinary(rule, 6, after, 3)
-        size = optimizer.telemetry()[f"{rule}/momentum"]
-        assert size > 1e10 if after else 0 < size < 10

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.optim.numbers import numbers_apart
-from tests.optim.reference import gradients, orthogonalized
+from tests.optim.reference import gradients
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS
 from torchmars.optim.rules import RULES
@@ -123,18 +123,6 @@ def test_a_number_that_cannot_be_known_is_not_zero():
     assert all(map(math.isnan, numbers.values()))
 
 
-def test_telemetry_follows_parameters_that_were_replaced():
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = MARS([parameter])
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    new = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(3))
-    assert set(optimizer.telemetry()) == {"grad_norm", "skipped_steps", "skipped_in_a_row"}
-    new.grad = torch.ones(3)
-    optimizer.step()
-    assert optimizer.telemetry()["mars-adamw/momentum"] > 0
-
-
 def test_reading_changes_nothing_and_an_interval_starts_by_its_own_verb():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = MARS([parameter])
@@ -162,40 +150,3 @@ def test_reading_changes_nothing_and_an_interval_starts_by_its_own_verb():
     step(1.0)
     assert longest_row() == 0 and optimizer.skipped.tolist() == [4, 0, 0]
     assert optimizer.skipped.dtype == torch.int64
-
-
-def orthogonality(shape, placements, measured):
-    """Return it after a step with gradients whose directions are diagonal."""
-    parameters, wholes = [], []
-    for size, experts in ((8, 4), (6, 0)):
-        diagonal = torch.diag(torch.arange(1.0, size + 1))
-        whole = torch.stack([diagonal * (i + 1) ** 3 for i in range(experts)] or [diagonal])
-        wholes.append(whole if experts else whole[0])
-    mesh = None if shape is None else init_device_mesh("cpu", shape)
-    for whole in wholes:
-        if mesh is not None:
-            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        parameters.append(nn.Parameter(torch.zeros_like(whole)))
-        parameters[-1].grad = whole
-    group = {"params": parameters, "rule": "muon", "role": "matrix"}
-    optimizer = MARS([group], matrix_dtype="float32")
-    optimizer.measures = measured
-    optimizer.step()
-    return optimizer.telemetry().get("matrix/orthogonality")
-
-
-@pytest.mark.parametrize(
-    "shape,placements", [(None, None), ((2,), [Shard(1)]), ((2, 2), [Replicate(), Shard(0)])]
-)
-def test_orthogonality_is_that_of_whole_matrices(shape, placements):
-    """Random signs estimate it. They do not matter where x x^T is diagonal."""
-    deviations = []
-    for size, matrices in ((8, 4), (6, 1)):
-        values = orthogonalized(torch.diag(torch.arange(1.0, size + 1)).double()).diagonal()
-        deviations += [float((values**2 - 1).square().mean())] * matrices
-    expected = math.sqrt(sum(deviations) / len(deviations))
-    for measured in (True, False):
-        given = (shape, placements, measured)
-        ranks = 1 if shape is None else math.prod(shape)
-        results = [orthogonality(*given)] if ranks == 1 else run_ranks(orthogonality, ranks, *given)
-        assert results == [pytest.approx(expected, rel=1e-4) if measured else None] * ranks

@@ -13,7 +13,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.training.build import build_trainer
 
 STEPS = 3
-OTHERS = {"loss", "bits_per_byte", "tokens_per_second", "memory_gib", "matrix/orthogonality"}
+OTHERS = {"loss", "bits_per_byte", "tokens_per_second", "memory_gib"}
 
 
 def record(*runs):
@@ -77,4 +77,4 @@ def test_every_number_of_a_run_is_that_of_whole_gradients(tables_of):
             assert said.keys() - expected.keys() <= OTHERS | {"lr"}
             assert {key: said[key] for key in expected} == pytest.approx(expected, rel=1e-4)
         assert said["lr"] == pytest.approx(groups[0]["lr"])
-        assert 0 < said["matrix/clipped"] < 1 and said["vector/momentum"] > 0
+        assert 0 < said["matrix/clipped"] < 1

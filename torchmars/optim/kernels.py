@@ -31,8 +31,6 @@ MIN_MODEL_TO_COMPILE = 2**22
 
 # Parts of a tensor that is added up on a GPU: some for each of its processors.
 GPU_PARTS = 1024
-# Elements that a CPU adds up in float64 at a time: half a MiB.
-CPU_PART = 2**16
 
 Tensors = Sequence[tuple[Tensor, ...]]
 
@@ -175,19 +173,8 @@ def squared_norms(tensors: Tensors, factors: None) -> Tensor:
     if grads[0].is_cpu:
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
     else:
-        norms = float64_norms(grads, 2)
+        norms = list(torch._foreach_norm(grads, 2, torch.float64))
     return F.pad(torch.stack(norms).square()[:, None], (0, 2))
-
-
-def float64_norms(tensors: list[Tensor], order: int) -> list[Tensor]:
-    """Return the 1-norm or 2-norm of each flat tensor, 0-d in float64, by the `order`.
-
-    A GPU takes one kernel for all of them. A CPU copies what it adds up to float64: some at a time.
-    """
-    if not tensors[0].is_cpu:
-        return list(torch._foreach_norm(tensors, order, torch.float64))
-    of_parts = [torch._foreach_norm(each.split(CPU_PART), order, torch.float64) for each in tensors]
-    return [torch.linalg.vector_norm(torch.stack(norms), order) for norms in of_parts]
 
 
 class KeepFactors(NamedTuple):

@@ -44,7 +44,7 @@ from torchmars.optim.rules import RULES
 from torchmars.optim.settings import CLIP, EPS, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
 from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state, unchanged
 from torchmars.optim.step import GroupTensors
-from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report, squared_memories
+from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report
 from torchmars.optim.tensors import local_part
 from torchmars.optim.update import update_groups
 
@@ -173,8 +173,6 @@ class MARS(torch.optim.Optimizer):
         # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
         self.skipped = torch.zeros(3, dtype=torch.int64)
         self._telemetry: list[GroupTelemetry] = []  # of the last step
-        self.measures = False
-        """Whether steps measure how orthogonal their matrices are, for `telemetry`."""
         given = checked_params(params)
         settings |= dict(rule=rule, eps=eps, weight_decay=weight_decay, flatten=flatten)
         settings |= dict(gamma=gamma, gamma_next=gamma_next, clip=clip, split=split)
@@ -248,7 +246,6 @@ class MARS(torch.optim.Optimizer):
         for group in self.param_groups:
             plans.add(group)
         self.plans, self.state, self.ahead = plans, defaultdict(dict, state), LookAhead()
-        self._telemetry = []  # of parameters that may be gone
         if self.exact:
             self.ahead.add(state)
         self._settle()
@@ -347,8 +344,6 @@ class MARS(torch.optim.Optimizer):
         groups = self._groups()
         if not groups:
             warn_of_no_gradient(self.param_groups)
-        for traffic in self.plans.traffic:
-            traffic.measure(self.measures)
         if not self._step_by_kernels(groups):
             self._step(groups)
         return loss
@@ -403,21 +398,14 @@ class MARS(torch.optim.Optimizer):
     def telemetry(self) -> dict[str, float]:
         """Return the results of the last step's reductions, as numbers. Waits for the device once.
 
-        Collective where parameters are sharded, and where there is a `norm_group`: call it on all
-        ranks. "grad_norm" is before the clip. "skipped_steps" is
-        in all, "skipped_in_a_row" the longest row since `start_interval`. Each role has
-        "ROLE/grad_norm" and "ROLE/momentum": the size of the momentum, or the root of the second
-        moment's sum where there is one, relative to the gradient after the global clip. Far above
-        1, an earlier gradient that was much larger decides where the weights go. A role with last
-        gradients also has "ROLE/clipped" (the fraction of its tensors whose corrected gradient was
-        clipped), "ROLE/correction" (the size of the correction relative to the gradient) and
-        "ROLE/cosine" (of the gradient and the last one). A role of matrices has
-        "ROLE/orthogonality", ||O O^T - I|| / ||I||, if `measures` was true before the step; it is
-        left out where the step was skipped.
+        Collective where there is a `norm_group`: call it on all its ranks. "grad_norm" is before
+        the clip. "skipped_steps" is in all, "skipped_in_a_row" the longest row since
+        `start_interval`. Each role has "ROLE/grad_norm". A role with last gradients also has
+        "ROLE/clipped" (the fraction of its tensors whose corrected gradient was clipped),
+        "ROLE/correction" (the size of the correction relative to the gradient) and "ROLE/cosine"
+        (of the gradient and the last one).
         """
-        self._follow()
-        memories = squared_memories(self.param_groups, self.state, self.plans)
-        return report(self.grad_norm, self.skipped, self._telemetry, memories, self.plans)
+        return report(self.grad_norm, self.skipped, self._telemetry, self.plans.totals)
 
     def start_interval(self) -> None:
         """Start a new interval of `telemetry`: its longest row of skipped steps counts from here.

@@ -11,10 +11,6 @@ from torchmars.records.lines import Journal
 from torchmars.records.speed import Throughput, peak_memory
 from torchmars.records.trackers import Tracker
 
-# A momentum this many times as large as the gradient is in the progress line: one earlier gradient
-# then decides where the weights go.
-MOMENTUM = 100
-
 
 @dataclass
 class Metrics:
@@ -55,10 +51,6 @@ class Metrics:
             parts.append(f"skipped {telemetry['skipped_steps']:.0f}")
         if busiest := telemetry.get("experts/busiest"):
             parts.append(f"busiest expert {busiest:.1f} x mean")
-        momenta = [value for name, value in telemetry.items() if name.endswith("/momentum")]
-        if large := [each for each in momenta if each > MOMENTUM]:  # others may be NaN
-            ratio = f"momentum is {max(large):.0e} x the gradient"
-            parts.append(f"{ratio}: one earlier gradient dominates")
         if (mfu := self.throughput.mfu(rate)) is not None:
             values["mfu"] = mfu
             parts.append(f"mfu {mfu:.1%}")

@@ -101,7 +101,6 @@ class Trainer:
         while ending is None and state.step < last:
             step = state.step + 1
             reported = step == 1 or self.due(config.metrics.log_interval, step=step)
-            self.optimizer.measures = reported
             self.model.attention_logits.measures = reported and config.metrics.attention
             with self.profiler.step(step):
                 loss, lr = self.train_step()

@@ -82,9 +82,9 @@ class KernelStep:
         scale, products = numbers.values[programs.SCALE.value], numbers.products
         kappa, clip, *_ = numbers.factors.unbind(1)
         telemetry = [
-            GroupTelemetry(group.role, group.parameters, scale, products, kappa, clip, rows)
+            GroupTelemetry(group.role, scale, products, kappa, clip, rows)
             if group.corrects
-            else GroupTelemetry(group.role, group.parameters, scale, products, None, None, rows)
+            else GroupTelemetry(group.role, scale, products, None, None, rows)
             for group, rows in zip(groups, table.rows_of)
         ]
         return Outcome(numbers.values[programs.NORM.value], after, telemetry)

@@ -3,7 +3,6 @@
 Sources: rows of one norm, arXiv 2603.28254; the norm of an orthogonal matrix, arXiv 2602.21545.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -85,27 +84,6 @@ def renormalized(directions: Tensor) -> Tensor:
     wide = directions.to(_wide(directions))
     norms = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     return wide * (min(wide.shape[-2:]) ** 0.5 / norms.where(norms > 0, 1))
-
-
-def squared_deviations(orthogonal: Tensor) -> Tensor:
-    """Return estimates of ||x x^T - I||^2 / ||I||^2 for each matrix x [n, rows, cols], wide.
-
-    That is ||(x x^T - I) z||^2 / ||z||^2 for a z of random signs, whose expectation it is. [n] in
-    float32 at least.
-    """
-    x = orthogonal.to(_wide(orthogonal))
-    if x.shape[-2] > x.shape[-1]:
-        x = x.mT
-    z = random_signs(x.shape[-2], x.device).to(x.dtype)
-    apart = (x @ (x.mT @ z)[..., None])[..., 0] - z
-    return apart.square().mean(-1)
-
-
-@functools.lru_cache(maxsize=64)
-def random_signs(length: int, device: torch.device) -> Tensor:
-    """Return the same signs on every rank, [length] in float32."""
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randint(2, (length,), generator=generator) * 2.0 - 1).to(device)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchmars.optim.matrices.buckets import Bucket, Packing, rank_bucket
-from torchmars.optim.matrices.directions import Directions, squared_deviations
+from torchmars.optim.matrices.directions import Directions
 from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.matrices.owners import plan_buckets
 from torchmars.optim.matrices.pieces import Pieces, batches, by_shape
@@ -104,9 +104,6 @@ class MatrixTraffic:
     ) -> None:
         self.parameters = parameters
         self.directions = directions
-        self.deviations: Tensor | None = None
-        """Of each parameter's matrices that this rank owns, the sum of the `squared_deviations` of
-        the last step, [n] in float64, if it was to be measured."""
         self.device = local_part(parameters[0]).device
         self.place = mesh_place(parameters[0], groups)
         placements = [tuple(p.placements) if isinstance(p, DTensor) else () for p in parameters]
@@ -131,11 +128,6 @@ class MatrixTraffic:
             descriptions, plan, matrix_dtype, directions, self.place.groups, self.device
         )
         self.buckets = [rank_bucket(planned, blocks, self.place) for planned in plan]
-
-    def measure(self, measures: bool) -> None:
-        """Begin a step, and say whether its `deviations` are measured."""
-        zeros = torch.zeros(len(self.parameters), dtype=torch.float64, device=self.device)
-        self.deviations = zeros if measures else None
 
     def compute_here(self, bucket: Bucket, places: Places) -> None:
         """Make the directions of a bucket of matrices where they are: nothing travels."""
@@ -164,23 +156,18 @@ class MatrixTraffic:
     def _replace_by_directions(self, alike: Sequence[Units], momenta: Tensor) -> None:
         """Turn momenta [n, rows, cols] into directions."""
         size = max(1, self._batch_elements // math.prod(momenta.shape[1:]))
-        parameters = [units.parameter for units in alike for _ in range(units.length)]
-        for first in range(0, len(momenta), size):
-            some = slice(first, first + size)
-            momenta[some].copy_(self._directions(parameters[some], momenta[some]))
+        for some in momenta.split(size):
+            some.copy_(self._directions(alike[0], some))
 
-    def _directions(self, parameters: Sequence[int], momenta: Tensor) -> Tensor:
-        """Return the directions [n, rows, cols] of a batch of momenta.
-
-        `parameters` are those that its matrices are of, by number.
-        """
-        shape, parts = self.shapes[parameters[0]], []
-        for each in shape.cut(momenta):
-            orthogonal = self.directions.orthogonalized(each, self.product)
-            if self.deviations is not None:
-                numbers = torch.tensor(parameters, device=self.device)
-                self.deviations.index_add_(0, numbers, squared_deviations(orthogonal).double())
-            parts.append(self.directions.scaled(orthogonal, momenta.shape[1:]))
+    def _directions(self, units: Units, momenta: Tensor) -> Tensor:
+        """Return the directions [n, rows, cols] of a batch of momenta, which are cut as `units`."""
+        shape = self.shapes[units.parameter]
+        parts = [
+            self.directions.scaled(
+                self.directions.orthogonalized(each, self.product), momenta.shape[1:]
+            )
+            for each in shape.cut(momenta)
+        ]
         return shape.put_together(parts).to(momenta.dtype)
 
     def write_results(self, bucket: Bucket, returned: Tensor, places: Places) -> None:
@@ -192,8 +179,7 @@ class MatrixTraffic:
         """Yield the tiles of this rank's matrices at home, in order, with their directions."""
         for tiles in batches(bucket.by_replica[self.place.replica], self._batch_elements):
             momenta = self._read(tiles, places).view(-1, *tiles[0].units.shape)
-            parameters = [tile.units.parameter for tile in tiles for _ in range(tile.length)]
-            yield tiles, self._directions(parameters, momenta).contiguous()
+            yield tiles, self._directions(tiles[0].units, momenta).contiguous()
 
     @property
     def _batch_elements(self) -> int:
