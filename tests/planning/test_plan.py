@@ -210,7 +210,7 @@ def test_traffic_is_that_of_the_formulas(
         pytest.approx((replicas - 1) / replicas * 2 * matrices / shards, rel=0.05),
     )
     assert sent["optimizer", "all-reduce", shards][0] == 1
-    numbers = 2 + 3 * (6 * layers + 3)  # of the step, and the products of each tensor
+    numbers = 1 + 3 * (6 * layers + 3)  # of the step, and the products of each tensor
     assert sent["optimizer", "all-reduce", replicas] == (1, 8 * numbers)
     assert len(sent) == 7
 

@@ -32,11 +32,7 @@ from torchmars.optim.gpu.launches import is_capturing
 from torchmars.optim.groups import complete_group, warn_of_slips
 from torchmars.optim.kernels import pays_to_compile
 from torchmars.optim.look_ahead import LookAhead
-from torchmars.optim.matrices.precision import (
-    matrix_dtype_name,
-    resolve_matrix_dtype,
-    wire_and_product,
-)
+from torchmars.optim.matrices.precision import matrix_dtype_name
 from torchmars.optim.meshes import MeshGroups
 from torchmars.optim.plans import Plans
 from torchmars.optim.reduction import reduce_gradients
@@ -82,8 +78,8 @@ class MARS(torch.optim.Optimizer):
     verdict on a step the same on all of them. Plain tensors alone communicate nothing. A step never
     waits for a GPU.
 
-    A step whose gradients are not all finite, or so large that a number of the update would
-    overflow, is skipped: it changes nothing (in exact mode the last gradient is still replaced).
+    A step whose gradients are not all finite is skipped: it changes nothing (in exact mode the
+    last gradient is still replaced).
     `telemetry` counts such steps. A last gradient like that is not used: the tensor's next
     correction is 0, as in a first step.
 
@@ -123,7 +119,7 @@ class MARS(torch.optim.Optimizer):
         norm_group: ranks that have *different* parts of the model, such as the stages of a pipeline
             or the partitions of `ZeroRedundancyOptimizer`. The global clip, `grad_norm`,
             `telemetry` and the verdict on a step are then those of all parts together. A step makes
-            one more all-reduce, of two numbers, and `telemetry` becomes collective.
+            one more all-reduce, of one number, and `telemetry` becomes collective.
         settings: other settings that some rules declare.
 
     Raises `ValueError`, naming the argument, for a value out of range. Warns where a matrix rule is
@@ -164,8 +160,6 @@ class MARS(torch.optim.Optimizer):
             new_state, exact=exact, momentum_dtype=momentum_dtype, last_grad_dtype=last_grad_dtype
         )
         name = matrix_dtype_name(matrix_dtype)
-        # Whichever "auto" becomes, the same dtype travels.
-        self._wire, _ = wire_and_product(resolve_matrix_dtype(name, native_bfloat16=True))
         self.plans = Plans(MeshGroups(), norm_group, name)
         self.ahead = LookAhead()  # empty but in exact mode
         self._requested_compile = compile
@@ -388,7 +382,7 @@ class MARS(torch.optim.Optimizer):
             for name, before in fixed.items():
                 if group[name] != before:
                     raise ValueError(f"{name} of group {number} was {before!r} and cannot change")
-        return self.plans.kinds.gather(self.param_groups, self.state, self._wire)
+        return self.plans.kinds.gather(self.param_groups, self.state)
 
     def _finish(self, skipped: Tensor, telemetry: Sequence[GroupTelemetry] = ()) -> None:
         """Keep the results of a step, and in exact mode make the look-ahead the last gradient."""

@@ -93,22 +93,22 @@ class ModelTotals:
                 shared = [place for place, key in enumerate(keys) if key is None or key[0] == mesh]
                 self.copies.append((self._mesh_groups.over(mesh, axes), shared))
 
-    def settle_(self, totals: Tensor, of_parameters: Tensor) -> None:
-        """Make `totals` the whole model's, and each parameter's numbers those that all copies take.
+    def settle_(self, total: Tensor, of_parameters: Tensor) -> None:
+        """Make `total` the whole model's, and each parameter's numbers those that all copies take.
 
-        In place. Each of the `totals`, [n], is at least 0 or not finite. There are as many rows
+        In place. The `total`, 0-d, is at least 0 or not finite. There are as many rows
         `of_parameters`, [p, m], as were covered.
         """
         for group, places in self.copies:
             with _rows(of_parameters, places) as rows:
-                numbers = torch.cat([totals, rows.flatten()])
+                numbers = torch.cat([total[None], rows.flatten()])
                 # Whether MAX keeps a NaN is up to the backend.
                 numbers = numbers.nan_to_num(nan=math.inf, posinf=math.inf)
                 dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-                totals.copy_(numbers[: len(totals)])
-                rows.copy_(numbers[len(totals) :].view_as(rows))
+                total.copy_(numbers[0])
+                rows.copy_(numbers[1:].view_as(rows))
         if self.norm_group is not None:
-            dist.all_reduce(totals, group=self.norm_group)
+            dist.all_reduce(total, group=self.norm_group)
 
     def add_up(self, numbers: dict[str, list[float]]) -> dict[str, list[float]]:
         """Return the sums over `norm_group`, name by name; a rank need not have all names."""

@@ -30,7 +30,7 @@ class Reduction:
     scale: Tensor
     """The factor of the global clip, 0-d."""
     applied: Tensor
-    """Whether the step is applied, 0-d bool: no gradient is broken or too large to compute with."""
+    """Whether the step is applied, 0-d bool: all gradients are finite."""
     products: Mapping[Tensor, Tensor]
     """<g, g>, <g, h> and <h, h> of each parameter, [3]; <g, g>, 0, 0 where h was not read. Of a
     stack <h, h> is of the entries where g is not 0."""
@@ -60,8 +60,7 @@ class Reduction:
     ) -> tuple[Tensor, Corrections]:
         """Return the usable products [n, 3] of the tensors of `group`, and their corrections."""
         gg, _, hh = products.unbind(-1)
-        # Not finite, or too large: there is no correction then, as in a first step.
-        unusable = ~(hh.sqrt() <= group.largest_norm)
+        unusable = ~hh.isfinite()  # there is no correction then, as in a first step
         products = torch.where(unusable[:, None], F.pad(gg[:, None], (0, 2)), products)
         kappa = torch.where(unusable, 0.0, (steps_made != 0).double() * group.kappa)
         clip = torch.ones_like(kappa)
@@ -87,18 +86,11 @@ def reduce_gradients(
     """
     of_all = _sum_products(groups, plans, with_last, compile)
     total, products = of_all.sum(0)[0], dict(zip(plans.parameters, of_all.unbind()))
-    # The largest gradient, over the largest that can be computed with.
-    strains = [_of(group, products)[:, 0].sqrt().max() / group.largest_norm for group in groups]
-    strain = torch.stack([torch.zeros_like(total), *strains]).max()
-    totals = torch.stack([total, strain])
-    plans.totals.settle_(totals, of_all)
-    total, strain = totals.unbind()
+    plans.totals.settle_(total, of_all)
     norm = total.sqrt()
-    scale, finite = torch.ones_like(norm), torch.isfinite(norm)
+    scale, applied = torch.ones_like(norm), torch.isfinite(norm)
     if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
-        scale = torch.where(finite, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-    # A scale that float32 has no full digits for would not bring gradients to the norm.
-    applied = finite & (scale * strain <= 1) & (scale >= torch.finfo(torch.float32).tiny)
+        scale = torch.where(applied, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     return Reduction(norm, max_grad_norm is not None, scale, applied, products)
 
 

@@ -21,8 +21,7 @@ class GroupTensors:
 
     Lists run over `parameters`. The tensors in them are local and flat. `dtype` is that of the
     computation: at least float32. `stacks` says whether they are stacks of matrices, all of them.
-    `kappa` is the strength of the correction, which a first step does not have. `largest_norm` is
-    that of a tensor's gradient, after the global clip, above which a step overflows.
+    `kappa` is the strength of the correction, which a first step does not have.
     """
 
     def __init__(
@@ -31,10 +30,9 @@ class GroupTensors:
         parameters: list[Tensor],
         states: list[State],
         kappa: float,
-        largest_norm: float,
     ) -> None:
         self.settings, self.parameters, self.states = settings, parameters, states
-        self.kappa, self.largest_norm = kappa, largest_norm
+        self.kappa = kappa
         self.names = [name for name in states[0] if name != "step"]
         self.stacks = is_stack(parameters[0].shape, settings["flatten"])
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)

@@ -45,6 +45,6 @@ class LossGuard:
             spikes = ", or their losses were outliers (guards.spike_sigmas)" if self.active else ""
             raise UserError(
                 f"the last {in_a_row:.0f} steps up to {step} were skipped, since their gradients "
-                f"were not finite or too large to compute with{spikes}: lower optimizer.lr, or go "
+                f"were not finite{spikes}: lower optimizer.lr, or go "
                 "on from the newest checkpoint with another setting"
             )

@@ -103,8 +103,8 @@ class KernelStep:
             launches.launch(programs.inner_products, pieces, *arguments, form=form)
         launches.launch(programs.sum_pieces, count, table.rows, partial, values, count)
         self.plans.shard_sum.sum_(numbers.products)
-        launches.launch(programs.total, 1, table.rows, fresh, values, count)
-        self.plans.totals.settle_(values[:2], numbers.products)
+        launches.launch(programs.total, 1, values, count)
+        self.plans.totals.settle_(values[programs.TOTAL.value], numbers.products)
         after, blocks = torch.empty_like(skipped), -(-max(1, count) // programs.ROWS.value)
         launches.launch(programs.settle, blocks, table.rows, fresh, values, skipped, after, count)
         return after
@@ -164,7 +164,6 @@ class KernelStep:
             math.inf if max_grad_norm is None else float(max_grad_norm),
             *[0.0] * (programs.SLOTS.value - 1),
         ]
-        settings[programs.LARGEST.value] = math.inf
         for group, form in zip(groups, table.forms):
             settings += group_settings(group, form)
         if (addresses, settings) != self._sent:
@@ -200,7 +199,6 @@ def group_settings(group: GroupTensors, form: Form) -> list[float]:
         math.log(beta2) if beta2 else -math.inf,
         float(group.kappa),
         math.inf if settings["clip"] is None else float(settings["clip"]),
-        float(group.largest_norm),
         *map(float, lean),
     ]
 

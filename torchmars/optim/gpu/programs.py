@@ -22,12 +22,12 @@ LENGTH, STACK, GROUP, BEGIN, END = (tl.constexpr(column) for column in range(5, 
 # The settings of a group, as `kernel_step.group_settings` lists them. The first
 # row of them is of no group: it has the norm to clip to instead of lr.
 LR, DECAY, EPS, RATE1, RATE2 = (tl.constexpr(slot) for slot in range(5))
-LOG1, LOG2, KAPPA, CLIP, LARGEST = (tl.constexpr(slot) for slot in range(5, 10))
-MIX, OUT, KEEP, ADD, EXTRA = (tl.constexpr(slot) for slot in range(10, 15))
-SLOTS = tl.constexpr(15)
+LOG1, LOG2, KAPPA, CLIP = (tl.constexpr(slot) for slot in range(5, 9))
+MIX, OUT, KEEP, ADD, EXTRA = (tl.constexpr(slot) for slot in range(9, 14))
+SLOTS = tl.constexpr(14)
 
 # The numbers of a step, float64: these, the products of each row, and results for each row.
-TOTAL, STRAIN, NORM, SCALE, APPLIED = (tl.constexpr(number) for number in range(5))
+TOTAL, NORM, SCALE, APPLIED = (tl.constexpr(number) for number in range(4))
 HEADER, PRODUCTS = tl.constexpr(8), tl.constexpr(3)
 OF_KAPPA, OF_CLIP, UNUSABLE, UNBIAS1, UNBIAS2 = (tl.constexpr(column) for column in range(5))
 OF_OUT, OF_ADD, FACTORS = (tl.constexpr(column) for column in range(5, 8))
@@ -160,18 +160,13 @@ def sum_pieces(table, partial, numbers, count):
 
 
 @triton.jit(do_not_specialize=["count"])
-def total(table, fresh, numbers, count):
-    """Write the sum of all <g, g>, and the largest ratio of a norm to its limit."""
-    sums, strains = tl.zeros([ROWS], tl.float64), tl.zeros([ROWS], tl.float64)
+def total(numbers, count):
+    """Write the sum of all <g, g>."""
+    sums = tl.zeros([ROWS], tl.float64)
     for first in range(0, count, ROWS):
         row = first + tl.arange(0, ROWS)
-        mask = row < count
-        gg = tl.load(numbers + HEADER + row * PRODUCTS, mask=mask, other=0.0)
-        settings = _settings(table, fresh, row, count)
-        sums += gg
-        strains = tl.maximum(strains, tl.sqrt(gg) / _slot(settings + LARGEST, mask))
+        sums += tl.load(numbers + HEADER + row * PRODUCTS, mask=row < count, other=0.0)
     tl.store(numbers + TOTAL, tl.sum(sums, 0))
-    tl.store(numbers + STRAIN, tl.max(strains, 0))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -181,11 +176,9 @@ def settle(table, fresh, numbers, before, after, count):
     Count the steps of each parameter, and the skipped ones: from `before` to `after`.
     """
     norm = tl.sqrt(tl.load(numbers + TOTAL))
-    finite = norm < float("inf")
+    applied = norm < float("inf")
     most = _slot(fresh + count, True)
-    scale = tl.where(finite, tl.minimum(most / (norm + 1e-6), 1.0), 1.0)
-    # A scale that float32 has no full digits for would not bring gradients to the norm.
-    applied = finite & (scale * tl.load(numbers + STRAIN) <= 1) & (scale >= 1.1754943508222875e-38)
+    scale = tl.where(applied, tl.minimum(most / (norm + 1e-6), 1.0), 1.0)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _settle_rows(table, fresh, numbers, count, row, scale, applied)
     if tl.program_id(0) == 0:
@@ -213,8 +206,7 @@ def _settle_rows(table, fresh, numbers, count, row, scale, applied):
     gg = tl.load(at, mask=mask, other=0.0)
     gh = tl.load(at + 1, mask=mask, other=0.0)
     hh = tl.load(at + 2, mask=mask, other=0.0)
-    # Not finite, or too large: there is no correction then, as in a first step.
-    usable = tl.sqrt(hh) <= _slot(settings + LARGEST, mask)
+    usable = hh < float("inf")  # else there is no correction, as in a first step
     gh, hh = tl.where(usable, gh, 0.0), tl.where(usable, hh, 0.0)
     tl.store(at + 1, gh, mask=mask)
     tl.store(at + 2, hh, mask=mask)

@@ -27,7 +27,7 @@ class Corrections(NamedTuple):
     clip: Tensor
     """The factor that clips the corrected gradient."""
     unusable: Tensor
-    """Bools: h is not finite or too large to compute with. kappa is 0 then."""
+    """Bools: h is not finite. kappa is 0 then."""
     applied: Tensor
     """`StepFactors.applied`."""
     keep: bool

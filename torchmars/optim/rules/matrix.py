@@ -55,9 +55,6 @@ class Muon(MatrixRule):
     def buffers(self, clip: float | None, exact: bool) -> tuple[str, ...]:
         return ("momentum_buffer",)
 
-    def momentum_scale(self, settings: Settings) -> float:
-        return 1 - settings["betas"][0]
-
     def settings_by_role(self, main: Settings, settings: Settings) -> dict[str, Settings]:
         return adamw_but_for_matrices(settings)
 

@@ -43,10 +43,6 @@ class Rule(ABC):
         only read by the rule that wrote it.
         """
 
-    def momentum_scale(self, settings: Settings) -> float:
-        """Return the factor from momentum to an average of gradients: 1, unless it is a sum."""
-        return 1.0
-
     def settings_by_role(self, main: Settings, settings: Settings) -> dict[str, Settings]:
         """Return the group settings of those roles whose settings are not `main`.
 
