@@ -42,7 +42,6 @@ OPTIONS = {
         "optimizer": {
             "orthogonalize": "polar-express",
             "equilibrate": True,
-            "renormalize": True,
         }
     }
 }

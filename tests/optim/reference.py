@@ -46,7 +46,7 @@ def direction(rule: str, m: Tensor, options: dict | None = None) -> Tensor:
         size = float(m.norm()) / rows**0.5
         m = torch.stack([row * (size / float(row.norm())) for row in m])
     o = orthogonalized(m, options.get("orthogonalize", "newton-schulz"))
-    if options.get("renormalize"):
+    if options.get("equilibrate"):
         o = o * (min(rows, cols) ** 0.5 / float(o.norm()))
     return o * (
         max(1.0, rows / cols) ** 0.5 if rule == "mars-shampoo" else 0.2 * max(rows, cols) ** 0.5

@@ -80,7 +80,7 @@ def test_parts_that_take_turns_and_parts_of_columns_are_separate_matrices(rule):
         sequence = gradients(shape, 4, number, torch.float64)
         together = nn.Parameter(gradients(shape, 1, 9, torch.float64)[0].clone())
         parts = [nn.Parameter(part.clone().contiguous()) for part in cut(together.detach())]
-        settings = {"rule": rule, "weight_decay": 0.1, "renormalize": True} | lean
+        settings = {"rule": rule, "weight_decay": 0.1, "equilibrate": True} | lean
         of_parts = list(zip(*(cut(g) for g in sequence)))
         for params, given, own in (([together], [sequence], options), (parts, of_parts, {})):
             group = {"params": params, **settings, **own}
@@ -145,7 +145,7 @@ def test_heads_are_matrices_of_their_own_where_that_is_asked_for(name):
         of_rule = [group for group in groups if group["rule"] == rule]
         named = {each: weight for group in of_rule for each, weight in group["params"]}
         assert {end for end in rows if any(each.endswith(end) for each in named)} == {*rows}
-        options = {"renormalize": True}
+        options = {"equilibrate": True}
         for group in of_rule:
             group |= options
         starts = {each: weight.detach().clone() for each, weight in named.items()}

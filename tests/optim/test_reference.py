@@ -30,8 +30,7 @@ OPTIONS = [
     {"orthogonalize": "polar-express"},
     {"equilibrate": True},
     {"zero_mean": True},
-    {"renormalize": True},
-    {"orthogonalize": "polar-express", "equilibrate": True, "renormalize": True},
+    {"orthogonalize": "polar-express", "equilibrate": True},
 ]
 
 
@@ -103,7 +102,7 @@ def test_they_agree_with_every_option_of_matrices(rule, dtype, options):
         shipped(rule, dtype, settings | {"options": options}),
         independent(rule, dtype, None, **options),
     )
-    # The polar factor and later polynomials make more of what rounding leaves of a singular value.
+    # Later polynomials make more of what rounding leaves of a singular value.
     most = tolerance(rule, dtype) * (10 if dtype == torch.float32 else 1)
     for ours, reference, other in zip(parameters, *theirs):
         assert relative(ours, reference) < most

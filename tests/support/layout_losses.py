@@ -63,7 +63,6 @@ RULES: dict[str, dict] = {
         "matrix_dtype": "float32",
         "orthogonalize": "polar-express",
         "equilibrate": True,
-        "renormalize": True,
     },
     "mars-adamw, exact": {"name": "mars-adamw", "mode": "exact", "lr": 2e-3},
     "mars-m, mixed": {"name": "mars-m", "matrix_dtype": "mixed"},

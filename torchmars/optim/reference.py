@@ -218,8 +218,8 @@ def corrected_momentum(g: Tensor, state: State, betas: Betas, **correction: Any)
 def orthogonal_direction(m: Tensor, options: Settings | None = None) -> Tensor:
     """Return each matrix of `m` with its singular values mapped near 1, as `options` say.
 
-    `options` are the settings `orthogonalize`, `zero_mean`, `equilibrate` and `renormalize` of
-    matrix rules. Here `orthogonalize` may also be "svd": exactly 1, what all methods come near to.
+    `options` are the settings `orthogonalize`, `zero_mean` and `equilibrate` of matrix rules. Here
+    `orthogonalize` may also be "svd": exactly 1, what all methods come near to.
     """
     given = {"orthogonalize": "newton-schulz"} | (options or {})
     rows, cols = m.shape[-2:]
@@ -233,7 +233,7 @@ def orthogonal_direction(m: Tensor, options: Settings | None = None) -> Tensor:
         o = left @ right
     else:
         o = ORTHOGONALIZERS[given["orthogonalize"]](m.reshape(-1, rows, cols)).view_as(m)
-    if given.get("renormalize"):
+    if given.get("equilibrate"):
         o = o * min(rows, cols) ** 0.5 / norm_of_each(o)
     return o
 

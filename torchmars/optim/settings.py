@@ -179,11 +179,9 @@ ORTHOGONALIZE = Choice(
     names=("newton-schulz", "polar-express"),
 )
 EQUILIBRATE = Flag(
-    "equilibrate", "Give all rows of a matrix one norm before it is orthogonalised.", False
-)
-RENORMALIZE = Flag(
-    "renormalize",
-    "Scale each orthogonalised matrix to the norm that an orthogonal one has.",
+    "equilibrate",
+    "Give all rows of a matrix one norm before it is orthogonalised, and scale it to the norm that "
+    "an orthogonal one has after it.",
     False,
 )
 MATRIX_SETTINGS = (
@@ -194,7 +192,6 @@ MATRIX_SETTINGS = (
     ZERO_MEAN,
     ORTHOGONALIZE,
     EQUILIBRATE,
-    RENORMALIZE,
 )
 
 # How a parameter is seen as matrices.

@@ -22,7 +22,6 @@ class Directions:
     rule: str
     orthogonalize: str
     equilibrate: bool
-    renormalize: bool
     zero_mean: bool
 
     @classmethod
@@ -47,9 +46,9 @@ class Directions:
     def scaled(self, orthogonal: Tensor, shape: Sequence[int]) -> Tensor:
         """Return parts of matrices [rows, cols] = `shape` times the scale of each over theirs.
 
-        With `renormalize` they are renormalised first.
+        With `equilibrate` they are renormalised first.
         """
-        x = renormalized(orthogonal) if self.renormalize else orthogonal
+        x = renormalized(orthogonal) if self.equilibrate else orthogonal
         scale = cast(MatrixRule, RULES[self.rule]).scale
         factor = scale(*x.shape[1:]) / scale(*shape)
         return x if factor == 1 else x * factor
