@@ -368,20 +368,20 @@ def test_a_run_keeps_the_dtypes_that_it_began_with(tmp_path):
 
     straight, begun_fast = run("straight"), run("fast")
     slow = listen_on([False], straight)[0]
-    assert "float32 compute" in slow and "matrices in mixed" in slow
-    assert saved_dtypes_of(straight) == ("float32", "mixed")
+    assert "float32 compute" in slow and "matrices in float32" in slow
+    assert saved_dtypes_of(straight) == ("float32", "float32")
     assert "matrices in bfloat16" in listen_on([True], begun_fast)[0]
     assert saved_dtypes_of(begun_fast) == ("float32", "bfloat16")
 
-    kept, changed = run("kept"), run("changed", matrix_dtype="float32")
+    kept, changed = run("kept"), run("changed", matrix_dtype="bfloat16")
     copy_run(straight, kept, keep_until=SAVED)
     copy_run(straight, changed, keep_until=SAVED)
     kept_said, changed_said = listen_on([True], kept, changed)
-    assert "matrices in mixed" in kept_said and "changed " not in kept_said
-    assert metrics(kept) == metrics(straight) and saved_dtypes_of(kept) == ("float32", "mixed")
+    assert "matrices in float32" in kept_said and "changed " not in kept_said
+    assert metrics(kept) == metrics(straight) and saved_dtypes_of(kept) == ("float32", "float32")
     assert len(re.findall("^changed ", changed_said, re.MULTILINE)) == 1
-    assert "changed   optimizer.matrix_dtype mixed -> float32" in changed_said
-    assert saved_dtypes_of(changed) == ("float32", "float32")
+    assert "changed   optimizer.matrix_dtype float32 -> bfloat16" in changed_said
+    assert saved_dtypes_of(changed) == ("float32", "bfloat16")
 
 
 def saved_dtypes_of(tables):

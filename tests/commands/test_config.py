@@ -55,7 +55,7 @@ def test_what_a_run_has_derived_itself_is_no_difference(call, config, tmp_path):
     derived = {
         "--training.dtype": "bfloat16",
         "--training.compile": "true",
-        "--optimizer.matrix_dtype": "mixed",
+        "--optimizer.matrix_dtype": "bfloat16",
         "--checkpoint.init_from": "hf:some/model@0a1b2c",
     }
     words = [word for pair in derived.items() for word in pair]
@@ -66,6 +66,6 @@ def test_what_a_run_has_derived_itself_is_no_difference(call, config, tmp_path):
     found = call(*args, *others, "--checkpoint.init_from", "hf:some/mode")[1]
     assert found.splitlines() == [
         "training.compile        true -> false",
-        'optimizer.matrix_dtype  "mixed" -> "float32"',
+        'optimizer.matrix_dtype  "bfloat16" -> "float32"',
         'checkpoint.init_from    "hf:some/model@0a1b2c" -> "hf:some/mode"',
     ]

@@ -88,7 +88,7 @@ def test_manifests_of_checkpoints(place, examples):
 NEEDED = {
     "run": {"seed": 0},
     "training": {"dtype": "float32", "compile": False},
-    "optimizer": {"matrix_dtype": "mixed"},
+    "optimizer": {"matrix_dtype": "bfloat16"},
 }
 
 

@@ -188,7 +188,7 @@ def test_groups_of_the_optimizer(tmp_path):
         ),
         (
             ["--optimizer.matrix_dtype", "float16"],
-            'optimizer.matrix_dtype must be one of "auto", "bfloat16", "mixed", "float32", got ',
+            'optimizer.matrix_dtype must be one of "auto", "bfloat16", "float32", got ',
         ),
         (["--optimizer.betas", "0.9"], "optimizer.betas must be 2 numbers"),
         (["--optimizer.betas", "0.9", "1.0"], r"optimizer.betas must be two numbers in \[0, 1\)"),

@@ -52,7 +52,6 @@ def counted(shape, placements, rule, matrix_dtype):
 # Rule, matrix_dtype, and the bytes of an entry on the wire.
 COUNTED = [
     ("mars-m", "bfloat16", 2),
-    ("mars-m", "mixed", 2),
     ("mars-m", "float32", 4),
     ("mars-adamw", "auto", 0),
 ]
@@ -222,17 +221,17 @@ def agreed(asked):
         for each in asked:
             try:
                 optimizer = MARS(parameters, rule="mars-m", matrix_dtype=each[dist.get_rank()])
-                answers.append(optimizer.plans.traffic[0].matrix_dtype)
+                answers.append(optimizer.plans.traffic[0].dtype)
             except ValueError as error:
                 answers.append(str(error))
     return answers
 
 
 def test_ranks_on_different_cpus_agree_on_one_dtype():
-    asked = [("auto", "auto"), ("bfloat16", "bfloat16"), ("auto", "mixed")]
+    asked = [("auto", "auto"), ("bfloat16", "bfloat16"), ("auto", "float32")]
     first, second = run_ranks(agreed, 2, asked)
     refused = "matrix_dtype must be the same on all ranks, they were given several"
-    assert first == second == ["mixed", "bfloat16", refused]
+    assert first == second == [torch.float32, torch.bfloat16, refused]
 
 
 def different_options():

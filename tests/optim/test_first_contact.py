@@ -207,7 +207,7 @@ def test_mistakes_in_the_constructor():
     for name, wanted in (
         ("last_grad_dtype", "a floating-point dtype"),
         ("momentum_dtype", "a floating-point dtype"),
-        ("matrix_dtype", "one of auto, bfloat16, mixed, float32"),
+        ("matrix_dtype", "one of auto, bfloat16, float32"),
     ):
         with pytest.raises(ValueError, match=f"{name} must be {wanted}, got torch.int32"):
             MARS([parameter], **{name: torch.int32})

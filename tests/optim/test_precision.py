@@ -6,10 +6,7 @@ from torch import nn
 
 from tests.support.tiny import set_bfloat16
 from torchmars.optim import MARS
-from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.matrices.precision import multiplies_bfloat16
-
-orthogonalize = ORTHOGONALIZERS["newton-schulz"]
 
 CPU = torch.device("cpu")
 
@@ -35,39 +32,24 @@ def test_a_cpu_is_fast_by_its_capabilities(monkeypatch, capabilities, onednn, fa
 
 
 def resolved(matrix_dtype):
-    """Return what one rank makes of `matrix_dtype`: a name, and dtypes of wire and products."""
+    """Return the dtype that one rank makes of `matrix_dtype`."""
     optimizer = MARS([nn.Parameter(torch.ones(4, 6))], rule="mars-m", matrix_dtype=matrix_dtype)
     [traffic] = optimizer.plans.traffic
-    return traffic.matrix_dtype, traffic.wire, traffic.product
+    return traffic.dtype
 
 
 def test_auto_follows_the_device(monkeypatch):
     set_bfloat16(False, monkeypatch)
-    assert resolved("auto") == ("mixed", torch.bfloat16, torch.float32)
-    assert resolved("bfloat16") == ("bfloat16", torch.bfloat16, torch.bfloat16)
+    assert resolved("auto") == torch.float32 and resolved("bfloat16") == torch.bfloat16
     set_bfloat16(True, monkeypatch)
-    assert resolved("auto") == ("bfloat16", torch.bfloat16, torch.bfloat16)
-    assert resolved("mixed") == ("mixed", torch.bfloat16, torch.float32)
-    assert (
-        resolved("float32") == resolved(torch.float32) == ("float32", torch.float32, torch.float32)
-    )
-    assert resolved(torch.bfloat16)[0] == "bfloat16" and resolved(torch.float64)[1] == torch.float64
+    assert resolved("auto") == torch.bfloat16 and resolved("float32") == torch.float32
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert resolved(dtype) == dtype
 
 
-@pytest.mark.parametrize("value", ["float16", "half", torch.int32, None])
+@pytest.mark.parametrize("value", ["float16", "half", "mixed", torch.int32, None])
 def test_a_matrix_dtype_that_there_is_not_is_named(value):
     with pytest.raises(
-        ValueError, match="matrix_dtype must be one of auto, bfloat16, mixed, float32, got"
+        ValueError, match="matrix_dtype must be one of auto, bfloat16, float32, got"
     ):
         MARS([nn.Parameter(torch.ones(4, 4))], rule="mars-m", matrix_dtype=value)
-
-
-def test_mixed_rounds_what_goes_in_and_out_and_multiplies_in_float32():
-    gradient = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
-    parameter = nn.Parameter(torch.zeros(12, 20))
-    parameter.grad = gradient.clone()
-    MARS([parameter], lr=1.0, rule="muon", betas=(0.0, 0.0), matrix_dtype="mixed").step()
-    direction = orthogonalize(gradient[None].bfloat16().float())[0].bfloat16().float()
-    assert torch.equal(parameter, -(0.2 * 20**0.5) * direction)
-    in_bfloat16 = orthogonalize(gradient[None].bfloat16())[0].float()
-    assert not torch.equal(direction, in_bfloat16)

@@ -240,16 +240,16 @@ def test_small_blocks_are_units_together(tmp_path, model, units):
 
 @FULL
 def test_matrices_travel_in_their_dtype(tmp_path):
-    """Two bytes for mixed, which travels as bfloat16, and four for float32."""
+    """Two bytes for bfloat16, and four for float32."""
     tables = [
         tiny_tables(tmp_path, optimizer={"name": "muon", "matrix_dtype": dtype, "per_head": False})
-        for dtype in ("mixed", "float32")
+        for dtype in ("bfloat16", "float32")
     ]
     found = planned(simulate, *((each, 2, 0) for each in tables))
-    mixed, wide = (sent["optimizer", "all-to-all", 2] for _, sent, _ in found)
+    narrow, wide = (sent["optimizer", "all-to-all", 2] for _, sent, _ in found)
     matrices, there_and_back = 2 * 12 * 32**2, 2
-    assert mixed[1] == pytest.approx(2 * there_and_back * matrices / 2 / 2, rel=0.05)
-    assert wide == (mixed[0], 2 * mixed[1])
+    assert narrow[1] == pytest.approx(2 * there_and_back * matrices / 2 / 2, rel=0.05)
+    assert wide == (narrow[0], 2 * narrow[1])
 
 
 def test_what_an_expert_would_warn_of(tmp_path):

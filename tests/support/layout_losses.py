@@ -65,7 +65,6 @@ RULES: dict[str, dict] = {
         "equilibrate": True,
     },
     "mars-adamw, exact": {"name": "mars-adamw", "mode": "exact", "lr": 2e-3},
-    "mars-m, mixed": {"name": "mars-m", "matrix_dtype": "mixed"},
     "adamw": {"name": "adamw", "lr": 6e-3},
     **{name: {"name": name, "lr": 1e-3} for name in ("mars-lion", "lion")},
     **{name: {"name": name, "lr": 6e-3} for name in ("mars-shampoo", "muon")},

@@ -149,7 +149,7 @@ def test_ranks_on_different_cpus_compute_in_one_dtype(tmp_path):
         tables("named", {"name": "muon", "matrix_dtype": "bfloat16"}, dtype="bfloat16"),
         tables("adamw", {"name": "adamw"}, dtype="bfloat16"),
     )
-    assert "float32 compute" in auto and "muon, approx, matrices in mixed" in auto
+    assert "float32 compute" in auto and "muon, approx, matrices in float32" in auto
     assert "warning" not in auto
     assert "bfloat16 compute" in named and "matrices in bfloat16" in named
     assert (
@@ -157,7 +157,7 @@ def test_ranks_on_different_cpus_compute_in_one_dtype(tmp_path):
         and (
             "warning   training.dtype and optimizer.matrix_dtype = bfloat16 is slow here, since a "
             'device of this run has no instructions for it: training.dtype = "float32" and '
-            'optimizer.matrix_dtype = "mixed" is many times faster\n'
+            'optimizer.matrix_dtype = "float32" is many times faster\n'
         )
         in named
     )

@@ -51,7 +51,7 @@ def slow_warning(config: ResolvedConfig, matrices: bool) -> str | None:
     """
     slow = {COMPUTE: "float32"} if config.training.dtype == "bfloat16" else {}
     if matrices and config.optimizer.matrix_dtype == "bfloat16":
-        slow[MATRIX] = "mixed"
+        slow[MATRIX] = "float32"
     if not slow:
         return None
     remedy = " and ".join(f'{name} = "{dtype}"' for name, dtype in slow.items())

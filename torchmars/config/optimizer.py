@@ -136,11 +136,10 @@ class OptimizerConfig(NamedRule):
     """The dtype in which the momentum is kept, the first moment of every rule."""
     last_grad_dtype: Annotated[Literal["float32", "bfloat16"], Mark.IDENTITY] = "float32"
     """mars-*: the dtype in which the last gradient is kept."""
-    matrix_dtype: Literal["auto", "bfloat16", "mixed", "float32"] = "auto"
-    """Matrix rules: the dtype in which matrices are sent to their owners, and multiplied. mixed:
-    they are multiplied in float32; input and direction are sent in bfloat16. auto: bfloat16 where
-    every rank has instructions for it, else mixed. A run keeps its first choice unless this names
-    another."""
+    matrix_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Matrix rules: the dtype in which matrices are sent to their owners, and multiplied. auto:
+    bfloat16 where every rank has instructions for it, else float32. A run keeps its first choice
+    unless this names another."""
     matrix: GroupConfig = field(default_factory=GroupConfig)
     """Hidden matrices."""
     router: GroupConfig = field(default_factory=GroupConfig)

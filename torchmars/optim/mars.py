@@ -108,11 +108,10 @@ class MARS(torch.optim.Optimizer):
         momentum_dtype: dtype to keep the momentum (the first moment) in; None: the parameter's.
             torch.bfloat16 halves it.
         last_grad_dtype: the same of the last gradient.
-        matrix_dtype: in which matrices travel and are orthogonalised: "bfloat16", "float32", a
-            torch.dtype, or "mixed": they are multiplied in float32, and the input and the direction
-            are rounded to bfloat16, in which they travel. "auto": bfloat16 where all ranks of the
-            mesh have instructions for it, else mixed. DDP's replicas are not asked: where their
-            CPUs differ, do not leave it at "auto".
+        matrix_dtype: in which matrices travel and are orthogonalised: "bfloat16", "float32", or a
+            torch.dtype. "auto": bfloat16 where all ranks of the mesh have instructions for it, else
+            float32. DDP's replicas are not asked: where their CPUs differ, do not leave it at
+            "auto".
         compile: fuse the work on each tensor into one kernel by torch.compile; None: for large
             models, where a compiler is found. A GPU has one kernel by Triton for all tensors,
             where that is installed and `compile` is not False.

@@ -138,7 +138,7 @@ class KernelStep:
             try:
                 if all(innermost(each).device == self.device for each in tensors):
                     table = AddressTable(self.plans.parameters, groups)
-                    table.check_wires(each.wire for each in self.plans.traffic)
+                    table.check_wires(each.dtype for each in self.plans.traffic)
                     table.rows = launches.sent(table.rows, self.device)
                     table.pieces = launches.sent(table.pieces, self.device)
                     self._table = table

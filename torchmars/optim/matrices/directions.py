@@ -29,12 +29,13 @@ class Directions:
         """Return the directions of a group with these `settings`."""
         return cls(**{name: settings[name] for name in cls.__dataclass_fields__})
 
-    def orthogonalized(self, momenta: Tensor, product: torch.dtype) -> Tensor:
-        """Return a batch of `momenta` [n, rows, cols], orthogonalised, in the dtype `product`."""
+    def orthogonalized(self, momenta: Tensor) -> Tensor:
+        """Return a batch of `momenta` [n, rows, cols], orthogonalised, in their dtype."""
+        dtype = momenta.dtype
         if self.zero_mean:
             momenta = without(momenta, torch.ones_like(momenta[..., :1]))
         x = equilibrated(momenta) if self.equilibrate else momenta
-        x = ORTHOGONALIZERS[self.orthogonalize](x, product)
+        x = ORTHOGONALIZERS[self.orthogonalize](x, dtype)
         if not self.zero_mean:
             return x
         # Products in bfloat16 round too, and of 1e-3 an iteration makes 1/2.

@@ -1,8 +1,8 @@
-"""The dtypes that matrices travel and are multiplied in; the devices that are fast in bfloat16."""
+"""The dtype that matrices travel and are multiplied in; the devices that are fast in bfloat16."""
 
 import torch
 
-MATRIX_DTYPES = ("auto", "bfloat16", "mixed", "float32")
+MATRIX_DTYPES = ("auto", "bfloat16", "float32")
 # Names of instructions that multiply bfloat16, of torch.cpu.get_capabilities: x86, x86, ARM.
 CPU_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
@@ -35,14 +35,4 @@ def matrix_dtype_name(value: str | torch.dtype) -> str:
 
 def resolve_matrix_dtype(name: str, native_bfloat16: bool) -> str:
     """Return `name`, or for "auto" the choice by whether devices have native bfloat16."""
-    return name if name != "auto" else "bfloat16" if native_bfloat16 else "mixed"
-
-
-def wire_and_product(name: str) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes in which matrices travel and are multiplied.
-
-    `name` is a resolved `matrix_dtype`: "mixed" or a dtype's name.
-    """
-    if name == "mixed":
-        return torch.bfloat16, torch.float32
-    return getattr(torch, name), getattr(torch, name)
+    return name if name != "auto" else "bfloat16" if native_bfloat16 else "float32"

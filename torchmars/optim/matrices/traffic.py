@@ -21,11 +21,7 @@ from torchmars.optim.matrices.directions import Directions
 from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
 from torchmars.optim.matrices.owners import plan_buckets
 from torchmars.optim.matrices.pieces import Pieces, batches, by_shape
-from torchmars.optim.matrices.precision import (
-    multiplies_bfloat16,
-    resolve_matrix_dtype,
-    wire_and_product,
-)
+from torchmars.optim.matrices.precision import multiplies_bfloat16, resolve_matrix_dtype
 from torchmars.optim.matrices.same_plan import check_same_plan, on_all_ranks
 from torchmars.optim.matrices.shapes import MatrixShape, Units
 from torchmars.optim.matrices.tiles import Tile, blocks_of_shards
@@ -112,8 +108,9 @@ class MatrixTraffic:
         native_bfloat16 = on_all_ranks(
             multiplies_bfloat16(self.device), self.place.groups, self.device
         )
-        self.matrix_dtype = resolve_matrix_dtype(matrix_dtype, native_bfloat16)
-        self.wire, self.product = wire_and_product(self.matrix_dtype)
+        self.dtype: torch.dtype = getattr(
+            torch, resolve_matrix_dtype(matrix_dtype, native_bfloat16)
+        )
         # Ranks outside of this mesh do not know this load: each set of ranks counts on its own.
         ranks = self.place.ranks
         plan = plan_buckets(
@@ -163,9 +160,7 @@ class MatrixTraffic:
         """Return the directions [n, rows, cols] of a batch of momenta, which are cut as `units`."""
         shape = self.shapes[units.parameter]
         parts = [
-            self.directions.scaled(
-                self.directions.orthogonalized(each, self.product), momenta.shape[1:]
-            )
+            self.directions.scaled(self.directions.orthogonalized(each), momenta.shape[1:])
             for each in shape.cut(momenta)
         ]
         return shape.put_together(parts).to(momenta.dtype)
@@ -190,7 +185,7 @@ class MatrixTraffic:
     def _read(self, tiles: Sequence[Tile], places: Places) -> Tensor:
         """Return the output of `Matrices.read` for tiles: zeros where a matrix has no gradient."""
         elements = sum(tile.numel for tile in tiles)
-        packed = torch.empty(elements, dtype=self.wire, device=self.device)
+        packed = torch.empty(elements, dtype=self.dtype, device=self.device)
         groups, without_gradient = self._by_group(tiles, packed, places)
         for matrices, of_group in groups.items():
             matrices.read(of_group)
