@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.support.full import FULL
 from torchmars.optim import MARS, param_groups
-from torchmars.optim.fused import cut_of, looks_fused
+from torchmars.optim.fused import cut_of
 from torchmars.optim.roles import roles
 
 CUT = ("flatten", "split", "transposed", "zero_mean")
@@ -42,14 +42,6 @@ class MixtralTopKRouter(nn.Linear):
     pass
 
 
-class BloomAttention(nn.Module):
-    head_dim = 4
-
-    def __init__(self):
-        super().__init__()
-        self.query_key_value = nn.Linear(8, 24)
-
-
 class Mixture(nn.Module):
     def __init__(self, experts, gate):
         super().__init__()
@@ -66,7 +58,6 @@ def block():
     }
     layers = {
         "gpt2": nn.ModuleDict({"c_attn": Conv1D(24, 8), "c_proj": Conv1D(8, 8)}),
-        "bloom": BloomAttention(),
         "attn": nn.MultiheadAttention(8, 2),
         "vit": nn.ModuleDict({"qkv": nn.Linear(8, 24)}),
         "mlp": nn.ModuleDict({"gate_up_proj": nn.Linear(8, 16), "gate_proj": nn.Linear(8, 16)}),
@@ -87,7 +78,6 @@ def test_what_is_known_is_cut_and_what_is_not_is_whole():
     wanted = {
         "gpt2.c_attn.weight": {"split": 3} | stored,
         "gpt2.c_proj.weight": stored,
-        "bloom.query_key_value.weight": {"split": (4, 4, 4)},
         "attn.in_proj_weight": {"split": 3},
         "attn.out_proj.weight": {},
         "vit.qkv.weight": {"split": 3},
@@ -141,108 +131,50 @@ def test_every_cut_steps(rule):
     assert rule == "mars-shampoo" or gate.mean(0).norm() < 1e-3 * gate.norm()
 
 
-def test_what_only_looks_fused_is_said_once_with_the_line_to_write():
-    names = ("qkv_proj", "fused_qkv", "w12")
-    layers = {str(i): nn.ModuleDict({name: nn.Linear(8, 24) for name in names}) for i in (0, 1)}
-    model = nn.ModuleDict({"layers": nn.ModuleDict(layers), "qk_norm": nn.Linear(8, 8)})
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        param_groups(model, "muon")
-        param_groups(model, "adamw")
-        param_groups(model, "muon", split_fused=False)
-    [message] = [str(each.message) for each in found]
-    assert message.startswith("'layers.0.qkv_proj.weight' and 5 more look like several matrices")
-    assert """by_pattern=[('layers.*.qkv_proj.weight', {"split": 3})]""" in message
-    lines = [(f"layers.*.{name}.weight", {"split": 3}) for name in names]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert cuts(model, "muon", by_pattern=lines)["layers.1.w12.weight"][1] == {"split": 3}
+def test_another_name_needs_the_line_that_cuts_it():
+    model = nn.ModuleDict({str(i): nn.ModuleDict({"w12": nn.Linear(8, 16)}) for i in (0, 1)})
+    assert cuts(model)["1.w12.weight"] == ("matrix", {})
+    found = cuts(model, by_pattern=[("*.w12.weight", {"split": 2})])
+    assert found["1.w12.weight"][1] == {"split": 2}
 
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SMALL |= dict(num_key_value_heads=2, vocab_size=64, head_dim=8, moe_intermediate_size=24)
 ROUTED = dict(num_experts=4, num_experts_per_tok=2)
+WHOLE, HALVES, STORED = ("matrix", {}), ("matrix", {"split": 2}), ("matrix", {"transposed": True})
+SOFTMAX = ("router", {"zero_mean": True})
 # By the end of a name: the role, and how it is cut, as the forward pass of the class says.
 MODELS = {
     "GPT2": (
         dict(n_embd=32, n_layer=2, n_head=4, vocab_size=64),
         {
             "c_attn.weight": ("matrix", {"split": 3, "transposed": True}),
-            "c_fc.weight": ("matrix", {"transposed": True}),
+            "c_fc.weight": STORED,
+            "wte.weight": ("embedding", {}),
         },
     ),
-    "Llama": (SMALL, {"q_proj.weight": ("matrix", {}), "lm_head.weight": ("head", {})}),
-    "Phi3": (
-        SMALL | dict(pad_token_id=0),
-        {
-            "qkv_proj.weight": ("matrix", {"split": (32, 16, 16)}),
-            "gate_up_proj.weight": ("matrix", {"split": 2}),
-        },
+    "Llama": (SMALL, {"q_proj.weight": WHOLE, "lm_head.weight": ("head", {})}),
+    "Qwen3": (SMALL, {"q_proj.weight": WHOLE, "down_proj.weight": WHOLE}),
+    "Qwen3Moe": (
+        SMALL | ROUTED,
+        {"mlp.gate.weight": SOFTMAX, "experts.gate_up_proj": HALVES, "experts.down_proj": WHOLE},
     ),
-    "GPTNeoX": (SMALL, {"query_key_value.weight": ("matrix", {"split": (8, 8, 8)})}),
-    "Bloom": (
-        dict(hidden_size=32, n_layer=2, n_head=4, vocab_size=64),
-        {"query_key_value.weight": ("matrix", {"split": (8, 8, 8)})},
-    ),
-    "Falcon": (
-        dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
-        | dict(new_decoder_architecture=True, num_kv_heads=2),
-        {"query_key_value.weight": ("matrix", {"split": (16, 8, 8)})},
-    ),
+    "Phi3": (SMALL | dict(pad_token_id=0), {"gate_up_proj.weight": HALVES}),
     "Mixtral": (
         SMALL | dict(num_local_experts=4),
-        {
-            "mlp.gate.weight": ("router", {"zero_mean": True}),
-            "experts.gate_up_proj": ("matrix", {"split": 2}),
-            "experts.down_proj": ("matrix", {}),
-        },
+        {"mlp.gate.weight": SOFTMAX, "experts.gate_up_proj": HALVES, "experts.down_proj": WHOLE},
     ),
     "GptOss": (
         SMALL | dict(num_local_experts=4),
         {
-            "mlp.router.weight": ("router", {"zero_mean": True}),
+            "mlp.router.weight": ("router", {}),
             "experts.gate_up_proj": ("matrix", {"split": (1, 1), "transposed": True}),
-            "experts.down_proj": ("matrix", {"transposed": True}),
-        },
-    ),
-    "Qwen3Next": (
-        SMALL
-        | ROUTED
-        | dict(linear_num_value_heads=4, linear_num_key_heads=2)
-        | dict(linear_key_head_dim=8, linear_value_head_dim=8)
-        | dict(layer_types=["linear_attention", "full_attention"]),
-        {
-            "in_proj_qkvz.weight": ("matrix", {"split": (8, 8, 16, 16)}),
-            "in_proj_ba.weight": ("matrix", {"split": (2, 2)}),
-            "q_proj.weight": ("matrix", {"split": (8, 8)}),
-            "conv1d.weight": ("vector", {}),
-            "mlp.gate.weight": ("router", {"zero_mean": True}),
-            "shared_expert_gate.weight": ("vector", {}),
-        },
-    ),
-    "DeepseekV3": (
-        SMALL
-        | dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
-        | dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4)
-        | dict(v_head_dim=6, first_k_dense_replace=1),
-        {
-            "mlp.gate.weight": ("router", {}),  # of sigmoids
-            "kv_b_proj.weight": ("matrix", {"split": (8, 6)}),
-            "kv_a_proj_with_mqa.weight": ("matrix", {"split": (16, 4)}),
+            "experts.down_proj": STORED,
         },
     ),
     "Mamba": (
         dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=8, time_step_rank=4),
-        {
-            "in_proj.weight": ("matrix", {"split": 2}),
-            "x_proj.weight": ("matrix", {"split": (4, 8, 8)}),
-            "conv1d.weight": ("vector", {}),
-            "A_log": ("vector", {}),
-        },
-    ),
-    "XLNet": (
-        dict(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=64),
-        {"rel_attn.q": ("matrix", {"flatten": True}), "seg_embed": ("embedding", {})},
+        {"conv1d.weight": ("vector", {}), "A_log": ("vector", {})},
     ),
 }
 
@@ -252,7 +184,7 @@ MODELS = {
 def test_models_of_transformers(family):
     transformers = pytest.importorskip("transformers")
     settings, wanted = MODELS[family]
-    ending = {"GPT2": "LMHeadModel", "XLNet": "LMHeadModel"}.get(family, "ForCausalLM")
+    ending = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     with torch.device("meta"):
         config = getattr(transformers, f"{family}Config")(**settings)
         model = getattr(transformers, f"{family}{ending}")(config)
@@ -265,18 +197,8 @@ def test_models_of_transformers(family):
         assert of_end and all(each == expected for each in of_end.values()), (end, of_end)
 
 
-class GPTNeoXAttention(nn.Module):
-    """As transformers', whose class users and FSDP2 derive others from."""
-
-    head_size = 4
-
-    def __init__(self):
-        super().__init__()
-        self.query_key_value = nn.Linear(8, 24)
-
-
-class FSDPGPTNeoXAttention(GPTNeoXAttention):
-    pass
+class FSDPMixtralTopKRouter(MixtralTopKRouter):
+    """As FSDP2 makes a class of its own of each that it shards."""
 
 
 class Wrapper(nn.Module):
@@ -285,15 +207,12 @@ class Wrapper(nn.Module):
         self._checkpoint_wrapped_module = module
 
 
-@pytest.mark.parametrize("kind", [GPTNeoXAttention, FSDPGPTNeoXAttention])
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_class_of_its_own_and_a_wrapper_hide_no_cut(kind, wrapped):
-    model = nn.ModuleDict({"attn": kind()})
-    if wrapped:
-        model["attn"].query_key_value = Wrapper(model["attn"].query_key_value)
-    name, parameter = next(each for each in model.named_parameters() if each[1].ndim == 2)
-    assert cut_of(name, parameter, dict(model.named_modules())) == {"split": (4, 4, 4)}
-    assert looks_fused(name)
+def test_a_class_of_its_own_and_a_wrapper_hide_no_cut():
+    model = nn.ModuleDict({"qkv": Wrapper(nn.Linear(8, 24))})
+    name, parameter = next(model.named_parameters())
+    assert cut_of(name, parameter, dict(model.named_modules())) == {"split": 3}
+    mixture = Mixture(Experts((4, 12, 8), (4, 8, 6)), FSDPMixtralTopKRouter(8, 4))
+    assert cuts(mixture)["gate.weight"] == ("router", {"zero_mean": True})
 
 
 @pytest.mark.parametrize("kind,gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])

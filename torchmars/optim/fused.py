@@ -1,139 +1,25 @@
-"""Matrices that are stored as one, in models of transformers, timm and torch, and how they are cut.
+"""Matrices that are stored as one, and how they are cut.
 
-A layer's use of its output shows where one matrix ends and the next begins: the code of
-transformers 5.24. Others are known by names that say it.
+Only what a name or a type alone says: all else is told by a group's `split`.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.15: the one base of all convolutions
 
 from torchmars.optim.settings import Settings
 
-# The rows of each matrix, by a layer's own attributes or its config's.
-Rows = Callable[[Any], int | tuple[int, ...]]
-
-
-def _heads_of_three(holder: Any) -> tuple[int, ...]:
-    """Each head has its own q, k and v, one after the other."""
-    return (_head_dim(holder),) * 3
-
-
-def _head_dim(holder: Any) -> int:
-    for name in ("head_dim", "head_size", "attention_head_size"):
-        if isinstance(size := getattr(holder, name, None), int):
-            return size
-    raise AttributeError(f"{type(holder).__name__} has no head_dim")
-
-
-def _falcon(holder: Any) -> tuple[int, ...]:
-    size, heads = holder.head_dim, holder.num_heads
-    if holder.new_decoder_architecture:
-        return heads // holder.num_kv_heads * size, size, size
-    return (heads * size if holder.multi_query else size), size, size
-
-
-def _grouped_query(holder: Any) -> tuple[int, ...]:
-    kv = holder.num_key_value_heads * holder.head_dim
-    return holder.config.num_attention_heads * holder.head_dim, kv, kv
-
-
-def _bigcode(holder: Any) -> tuple[int, ...]:
-    if holder.multi_query:
-        return holder.embed_dim, holder.kv_dim, holder.kv_dim
-    return _heads_of_three(holder)
-
-
-def _qkvz(holder: Any) -> tuple[int, ...]:
-    key, value = holder.head_k_dim, holder.num_v_heads // holder.num_k_heads * holder.head_v_dim
-    return key, key, value, value
-
-
-def _mamba2(holder: Any) -> tuple[int, ...]:
-    inner, states = holder.intermediate_size, holder.n_groups * holder.ssm_state_size
-    return inner, inner, states, states, holder.num_heads
-
-
-# By the class of the module that holds the layer, and the name of the layer in it.
-_LAYERS: list[tuple[str, str, Rows]] = [
-    ("Phi3Attention|Phi4MultimodalAttention", "qkv_proj", _grouped_query),
-    (
-        "(GPTNeoX|GPTNeoXJapanese|Bloom|Persimmon|Fuyu)Attention",
-        "query_key_value",
-        _heads_of_three,
-    ),
-    ("MiniMaxLightningAttention", "qkv_proj", _heads_of_three),
-    ("DisentangledSelfAttention", "in_proj", _heads_of_three),
-    ("FalconAttention|FalconFlashAttention2", "query_key_value", _falcon),
-    ("(Mpt|ModernBert\\w*)Attention", "Wqkv", lambda holder: 3),
-    ("DbrxAttention", "Wqkv", _grouped_query),
-    ("GPTBigCode\\w*Attention", "c_attn", _bigcode),
-    ("CodeGenAttention", "qkv_proj", lambda holder: (holder.embed_dim // 4,) * 3),  # of 4 devices
-    ("JetMoeAttention", "kv_proj", lambda holder: 2),
-    ("JetMoeMoE|JetMoeParallelExperts", "input_linear", lambda holder: 2),
-    ("GraniteMoe\\w*MLP", "input_linear", lambda holder: 2),
-    ("ModernBert\\w*MLP", "Wi", lambda holder: 2),
-    ("(Qwen3Next|Qwen3_5|Qwen3_5Moe)Attention", "q_proj", lambda holder: (holder.head_dim,) * 2),
-    ("\\w*GatedDeltaNet", "in_proj_qkvz", _qkvz),
-    (
-        "\\w*GatedDeltaNet",
-        "in_proj_ba",
-        lambda holder: (holder.num_v_heads // holder.num_k_heads,) * 2,
-    ),
-    (
-        "\\w*GatedDeltaNet",
-        "in_proj_qkv",
-        lambda holder: (holder.key_dim, holder.key_dim, holder.value_dim),
-    ),
-    ("(Mamba|FalconMamba|JambaMamba)Mixer", "in_proj", lambda holder: 2),
-    (
-        "(Mamba|FalconMamba|JambaMamba)Mixer",
-        "x_proj",
-        lambda holder: (holder.time_step_rank, holder.ssm_state_size, holder.ssm_state_size),
-    ),
-    (
-        "Mamba2Mixer|BambaMixer|FalconH1Mixer|GraniteMoeHybridMambaLayer|NemotronHMamba2Mixer"
-        "|Zamba2MambaMixer",
-        "in_proj",
-        _mamba2,
-    ),
-    ("Lfm2\\w*ShortConv", "in_proj", lambda holder: 3),
-    (
-        "\\w*Attention",
-        "kv_b_proj",
-        lambda holder: (holder.qk_nope_head_dim, holder.v_head_dim),
-    ),
-    (
-        "\\w*Attention",
-        "kv_a_proj_with_mqa",
-        lambda holder: (holder.kv_lora_rank, holder.qk_rope_head_dim),
-    ),
-    ("DbrxExpertGLU", "w1|v1|w2", lambda holder: holder.moe_num_experts),
-    ("MultiheadAttention", "in_proj_weight", lambda holder: 3),  # torch's own
-]
-# In any model: the first half of the rows, or of the columns, is the gate.
-_HALVES = re.compile("gate_up_proj|up_gate_proj")
-_THIRDS = re.compile("qkv")
+# The first half of the rows, or of the columns, is the gate.
+_HALVES = ("gate_up_proj", "up_gate_proj")
+_THIRDS = ("qkv", "in_proj_weight")  # of vision models, and of torch's own attention
 # Modules that wrap another one, whose names come between its own and its layer's.
 WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "module"}
 _GATES_OF = {"LSTM": 4, "GRU": 3}  # each is a matrix of torch's own layers
-# Names of weights that may be several matrices.
-_LOOKS_FUSED = re.compile(
-    "(.*_)?(w?qkvz?|query_key_value|c_attn|in_proj_weight|gate_up|w12|w13|to_kv)(_.*)?"
-    "|up_gate(_proj)?|att_proj|(queries_)?keys_values|key_value|kv|qk|W_pack|gate_and_up|w1w3",
-    re.IGNORECASE,
-)
 _CONV1D = re.compile("Conv1D")
-_EINSUM = re.compile("XLNetRelativeAttention")  # its matrices are [in, heads, size of a head]
-# Routers whose weights follow from a softmax over experts, or over those that were chosen.
-_SOFTMAX_ROUTER = re.compile(
-    "(AriaText|DeepseekV2|Ernie4_5_Moe|FlexOlmo|GptOss|GraniteMoe(SWA|Hybrid|Shared)?|Jamba"
-    "|LaraMini|Mellum|MiniMax|Mixtral|Olmoe|OpenAIPrivacyFilter|Qwen2Moe|Qwen3Moe|Qwen3Next|Qwen3_5Moe"
-    "|Qwen3VLMoeText|Qwen3OmniMoe\\w+)Top[kK]Router"
-)
+# transformers' routers whose weights follow from a softmax over experts. Others say `is_softmax`.
+_SOFTMAX_ROUTER = re.compile(r"(Mixtral|Qwen)\w*Top[kK]Router")
 
 
 def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Settings:
@@ -141,7 +27,7 @@ def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Se
 
     `modules` are those of the model by name. Empty if it is one matrix, or is not known.
     """
-    path, layer, holder = _place(name, modules)
+    path, layer, _ = _place(name, modules)
     owner = modules[path]
     transposed = {"transposed": True} if _is_conv1d(owner) else {}
     if isinstance(owner, _ConvNd):
@@ -149,24 +35,14 @@ def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Se
     if isinstance(owner, nn.RNNBase) and layer.startswith(("weight_ih", "weight_hh")):
         gates = _GATES_OF.get(owner.mode, 1)
         return {"split": gates} if gates > 1 else {}
-    if is_one(owner, _EINSUM) and parameter.ndim == 3:
-        return {"flatten": True}
-    if parameter.ndim == 3 and (_HALVES.fullmatch(layer) or layer == "down_proj"):
+    if parameter.ndim == 3 and layer in (*_HALVES, "down_proj"):
         return _of_experts(owner, layer)
-    for kind, layers, rows in _LAYERS:
-        if re.fullmatch(layers, layer) and is_one(holder, re.compile(kind)):
-            try:
-                return {"split": rows(holder)}
-            except AttributeError:  # of another version
-                return {}
-    rows_of = parameter.shape[1 if transposed else 0]
-    if _HALVES.fullmatch(layer) and rows_of % 2 == 0:
+    rows, cols = parameter.shape[:2][:: -1 if transposed else 1]
+    if layer in _HALVES and rows % 2 == 0:
         return {"split": 2} | transposed
-    thirds = _THIRDS.fullmatch(layer) or (transposed and layer == "c_attn")
-    for parts in (3, 2) if thirds else ():
-        if rows_of == parts * parameter.shape[0 if transposed else 1]:
-            return {"split": parts} | transposed
-    return transposed
+    thirds = layer in _THIRDS or (transposed and layer == "c_attn")
+    parts = next((each for each in (3, 2) if thirds and rows == each * cols), 1)
+    return ({"split": parts} if parts > 1 else {}) | transposed
 
 
 def heads_of(name: str, modules: Mapping[str, nn.Module]) -> Settings:
@@ -182,12 +58,6 @@ def heads_of(name: str, modules: Mapping[str, nn.Module]) -> Settings:
     return {"split": declared[layer], "per_head": declared[layer] != 1}
 
 
-def looks_fused(name: str) -> bool:
-    """Return whether the name of a parameter says that it may be several matrices."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    return any(_LOOKS_FUSED.fullmatch(part) for part in parts[-2:] if part != "weight")
-
-
 def softmax_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """Return whether a router's choice and weights do not change where all logits move alike.
 
@@ -195,10 +65,10 @@ def softmax_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """
     owner = modules[name.rpartition(".")[0]]
     known = getattr(owner, "is_softmax", None)
-    return is_one(owner, _SOFTMAX_ROUTER) if known is None else bool(known)
+    return _is_one(owner, _SOFTMAX_ROUTER) if known is None else bool(known)
 
 
-def is_one(module: nn.Module, kind: re.Pattern[str]) -> bool:
+def _is_one(module: nn.Module, kind: re.Pattern[str]) -> bool:
     """Return whether a module's class, or one that it inherits from, has that name.
 
     FSDP2 makes a class of its own of each that it shards.
@@ -222,7 +92,7 @@ def _place(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, str, nn.Mo
 
 def _is_conv1d(owner: nn.Module) -> bool:
     """Return whether a module is transformers' linear layer that keeps its weight as [in, out]."""
-    return is_one(owner, _CONV1D) and hasattr(owner, "nf")
+    return _is_one(owner, _CONV1D) and hasattr(owner, "nf")
 
 
 def _of_experts(owner: nn.Module, layer: str) -> Settings:

@@ -6,7 +6,6 @@ Source: the table "who gets which rule" of the MARS and MARS-M papers and their 
 
 import difflib
 import inspect
-import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchmars.optim.checks import check_group, check_module, check_rule, checked_params
-from torchmars.optim.fused import cut_of, heads_of, looks_fused, softmax_router
+from torchmars.optim.fused import cut_of, heads_of, softmax_router
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
 from torchmars.optim.scaling import Factors, TransferFactors
@@ -101,9 +100,9 @@ def param_groups(
         by_pattern: pairs (pattern, group settings). A parameter whose name matches a pattern (as a
             shell's) goes to the first one that it matches, with its role's settings except those
             given.
-        split_fused: take apart, for the matrix rules, what is known to be several matrices in one,
-            such as fused QKV weights of transformers' models. Warns of a parameter that looks fused
-            and is not known. False: all stay whole, as if written by hand.
+        split_fused: take apart, for the matrix rules, what its name or type says to be several
+            matrices in one: `qkv`, `gate_up_proj`, gates of recurrent layers, groups of
+            convolutions. Other fused weights need a `split` in `by_pattern`. False: all stay whole.
         factors: the result of `transfer_factors`, whose base all settings are then for.
         settings: replace the defaults of optimizer `name`. For `per_head` see `fused.heads_of`.
 
@@ -114,7 +113,7 @@ def param_groups(
     given = by_role or {}
     table = _changed_roles(role_settings(name, **settings), given)
     groups: dict[tuple[str, str, str], dict[str, Any]] = {}
-    claimed, whole = set[str](), dict[str, Tensor]()
+    claimed = set[str]()
     named, modules = dict(model.named_parameters()), dict(model.named_modules())
     heads = {each: found for each in named if (found := heads_of(each, modules))}
     for parameter_name, role in roles(model).items():
@@ -125,18 +124,15 @@ def param_groups(
         parameter, own = named[parameter_name], given.get(role, {}) | changes
         orthogonal = isinstance(RULES[changed["rule"]], MatrixRule)
         may_cut = parameter.ndim > 1 and (split_fused or not orthogonal)
-        found = cut_of(parameter_name, parameter, modules) if may_cut else {}
-        cut = {each: value for each, value in found.items() if each not in own}
+        cut = cut_of(parameter_name, parameter, modules) if may_cut else {}
+        cut = {each: value for each, value in cut.items() if each not in own}
         if (per_head := changed.pop("per_head", False)) and orthogonal:
             cut |= _of_heads(parameter_name, heads, per_head, own, model)
         of = factors.of(parameter_name, parameter, role, changed, cut) if factors else Factors()
         if orthogonal:
-            if split_fused and not (found or cut or "split" in own):
-                whole[parameter_name] = parameter
             changed |= cut | _zero_mean(parameter_name, role, own, modules)
         _put((parameter_name, parameter), groups, (where, role), changed, of)
     _check_claimed(by_pattern, claimed)
-    _warn_of_whole(whole)
     return list(groups.values())
 
 
@@ -221,24 +217,6 @@ def _check_claimed(by_pattern: Sequence[tuple[str, Any]], claimed: Collection[st
                 f"by_pattern: {pattern!r} claims no parameter "
                 "(or an earlier pattern claimed them all)"
             )
-
-
-def _warn_of_whole(whole: Mapping[str, Tensor]) -> None:
-    """Warn of those parameters that by their name may be several matrices, if there are some.
-
-    All of them are orthogonalised as one.
-    """
-    whole = {name: parameter for name, parameter in whole.items() if looks_fused(name)}
-    if not whole:
-        return
-    name, first = next(iter(whole.items()))
-    pattern, parts = re.sub(r"\d+", "*", name), 3 if first.shape[0] % 3 == 0 else 2
-    warnings.warn(
-        f"{name!r} and {len(whole) - 1} more look like several matrices in one, and are "
-        "orthogonalised as one. If they are, say how many, or the rows of each: "
-        f'by_pattern=[({pattern!r}, {{"split": {parts}}})]; with "split": 1 it is not said again',
-        stacklevel=3,
-    )
 
 
 def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
