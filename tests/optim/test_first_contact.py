@@ -23,72 +23,27 @@ def caught(function):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         function()
-    return [str(each.message) for each in found if "orthogonalises" in str(each.message)]
+    return [str(each.message) for each in found]
 
 
 @pytest.mark.parametrize(
     "rule", [name for name, rule in RULES.items() if isinstance(rule, MatrixRule)]
 )
-def test_unsorted_parameters_of_a_matrix_rule(rule):
+def test_an_embedding_for_a_matrix_rule_is_warned_of_once(rule):
     model = Net()
-    (bare,) = caught(lambda: MARS(model.parameters(), rule=rule))
-    assert f"param_groups(model, '{rule}')" in bare and "names" in bare
-    (named,) = caught(lambda: MARS(model.named_parameters(), rule=rule))
+    [bare] = caught(lambda: MARS(model.parameters(), rule=rule))
+    assert f"param_groups(model, '{rule}')" in bare and "without names" in bare
+    [named] = caught(lambda: MARS(model.named_parameters(), rule=rule))
     assert "'embed.weight'" in named and "param_groups" in named
-    (grouped,) = caught(
-        lambda: MARS([{"params": iter([p])} for p in model.parameters()], rule=rule)
-    )
-    assert "param_groups" in grouped
+    [_] = caught(lambda: MARS([{"params": iter([p])} for p in model.parameters()], rule=rule))
     for good in (
         lambda: MARS(param_groups(model, rule), rule=rule),
-        lambda: MARS(param_groups(model, rule)),
         lambda: MARS([{"params": [model.up.weight], "rule": rule}]),
         lambda: MARS([("up.weight", model.up.weight)], rule=rule),
     ):
         assert caught(good) == []
-    with pytest.raises(
-        ValueError,
-        match=r"parameter 'bias' \(1 of group 0\) has shape \(6,\).*"
-        rf"param_groups\(model, '{rule}'\)",
-    ):
+    with pytest.raises(ValueError, match=r"'bias' \(1 of group 0\) has shape \(6,\).*param_groups"):
         MARS(nn.Linear(6, 6).named_parameters(), rule=rule)
-    with pytest.raises(ValueError, match="parameter 1 of group 0 has shape .*param_groups"):
-        MARS(nn.Linear(6, 6).parameters(), rule=rule)
-
-
-def unreached(*args, **kwargs):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        MARS(*args, **kwargs)
-    return [str(each.message) for each in found if "reaches no group" in str(each.message)]
-
-
-def test_an_argument_that_reaches_no_group_is_warned_of():
-    model, p = Net(), nn.Parameter(torch.ones(2, 2))
-    cases = [
-        (dict(lr=3.0), "lr=3.0"),
-        (dict(rule="adamw"), "rule='adamw'"),
-        (dict(betas=(0.5, 0.5)), "betas"),
-        (dict(gamma=0.3), "gamma=0.3"),  # AdamW's groups have none, and no use for it
-        (dict(weight_decay=0.7), "weight_decay"),
-    ]
-    for settings, said in cases:
-        if said.startswith("rule"):  # not one of these groups has it
-            (message,) = unreached([{"params": [p], "rule": "mars-m", "lr": 1.0}], **settings)
-        else:
-            (message,) = unreached(param_groups(model, "mars-m"), **settings)
-        assert f"MARS({said}" in message and "param_groups" in message
-    for settings in (dict(gamma=0.3), dict(split=2), dict(clip=None)):
-        (message,) = unreached([{"params": [p], "rule": "adamw"}], **settings)
-        assert "means nothing to their rules" in message
-    for good in (
-        dict(params=param_groups(model, "mars-m"), rule="mars-m"),
-        dict(params=param_groups(model, "mars-m", lr=0.3), lr=0.3),
-        dict(params=param_groups(model, "mars-m"), max_grad_norm=1.0, gamma_next=0.1),
-        dict(params=model.parameters(), lr=0.3, betas=(0.5, 0.5), clip=None),
-        dict(params=[{"params": [p], "lr": 1.0}, {"params": [nn.Parameter(p)]}], lr=3.0),
-    ):
-        assert unreached(**good) == []
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -107,38 +62,15 @@ def test_defaults_are_those_of_the_rule(rule):
     assert MARS([parameter], rule=rule).defaults["lr"] == expected["lr"]
 
 
-@pytest.mark.parametrize(
-    "key,meant",
-    [
-        ("weight_dacay", "weight_decay"),
-        ("beta", "betas"),
-        ("gama", "gamma"),
-        ("clips", "clip"),
-        ("splits", "split"),
-        ("Rule", "rule"),
-        ("flaten", "flatten"),
-        ("gamma_nxt", "gamma_next"),
-        ("orthogonalise", "orthogonalize"),
-        ("zero_means", "zero_mean"),
-    ],
-)
-def test_a_misspelt_key_is_refused(key, meant):
-    with pytest.raises(ValueError, match=f"group 0 has the key '{key}': did you mean '{meant}'"):
-        MARS([{"params": [nn.Parameter(torch.ones(2))], key: 0.5}])
-
-
-def test_other_keys_are_carried():
-    others = {
-        "initial_lr": 0.1,
-        "lr_scale": 0.5,
-        "max_lr": 1.0,
-        "weight_decay_mult": 2.0,
-        "role": "vector",
-        "name": "x",
-    }
+def test_keys_of_schedules_are_carried_and_others_are_refused():
+    others = {"initial_lr": 0.1, "lr_scale": 0.5, "max_lr": 1.0, "role": "vector", "name": "x"}
     optimizer = MARS([{"params": [nn.Parameter(torch.ones(2))], **others}])
     assert {key: optimizer.param_groups[0][key] for key in others} == others
     torch.optim.lr_scheduler.StepLR(optimizer, 1, last_epoch=3)  # needs initial_lr
+    with pytest.raises(ValueError, match="group 0 has the key 'weight_dacay', which is no setting"):
+        MARS([{"params": [nn.Parameter(torch.ones(2))], "weight_dacay": 0.5}])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gama'"):
+        MARS([nn.Parameter(torch.ones(2))], gama=0.5)
 
 
 MISTAKES = [
@@ -146,12 +78,9 @@ MISTAKES = [
     (lambda p, q: {"params": [q], "lr": "x"}, "lr of group 1 must be a number, got x"),
     (lambda p, q: {"params": [q], "betas": 0.9}, "betas of group 1 must be numbers"),
     (lambda p, q: {"params": [q], "rule": "sgd"}, "rule must be one of .*muon, got sgd"),
-    (lambda p, q: {"params": [q], "rule": "Mars_M"}, r"\(did you mean mars-m\?\), got Mars_M"),
-    (lambda p, q: {"params": [q], "rule": "marslion"}, r"\(did you mean mars-lion\?\)"),
-    (lambda p, q: {"params": [q], "rule": "adam"}, r"\(did you mean adamw\?\)"),
-    (lambda p, q: {"params": [q, q]}, "group 1 has one parameter twice, as 0 and as 1"),
+    (lambda p, q: {"params": [q, q]}, "group 1 has one parameter twice"),
     (lambda p, q: {"params": [q, p]}, "more than one parameter group"),
-    (lambda p, q: {"params": [q], "lr_": 1.0, "epss": 1.0}, "did you mean 'eps'"),
+    (lambda p, q: {"params": [q], "epss": 1.0}, "group 1 has the key 'epss'"),
     (lambda p, q: {"params": [q], "rule": "mars-m", "split": 3}, "split"),
     (
         lambda p, q: {"params": [q, nn.Parameter(torch.ones(3))], "rule": "mars-m"},
@@ -190,18 +119,6 @@ def test_a_group_that_fails_leaves_the_optimizer_as_it_was(make, message):
     assert torch.equal(p, q) and not torch.equal(p, torch.ones(4, 4))
 
 
-@pytest.mark.parametrize(
-    "wrong,near", [("mars_m", "mars-m"), ("MarsLion", "mars-lion"), ("mars", "mars-adamw")]
-)
-def test_the_rule_that_was_meant(wrong, near):
-    net = nn.Sequential(nn.Linear(2, 2))
-    for make in (lambda: param_groups(net, wrong), lambda: MARS(net.parameters(), rule=wrong)):
-        with pytest.raises(ValueError, match=rf"did you mean {near}\?\), got .?{wrong}"):
-            make()
-    with pytest.raises(ValueError, match=r"orthogonalize .* \(did you mean polar-express\?\)"):
-        MARS(net.parameters(), rule="muon", orthogonalize="polar_expres")
-
-
 def test_mistakes_in_the_constructor():
     parameter = nn.Parameter(torch.ones(2))
     for name, wanted in (
@@ -211,7 +128,7 @@ def test_mistakes_in_the_constructor():
     ):
         with pytest.raises(ValueError, match=f"{name} must be {wanted}, got torch.int32"):
             MARS([parameter], **{name: torch.int32})
-    with pytest.raises(ValueError, match="group 0 has one parameter twice, as 'a' and as 'b'"):
+    with pytest.raises(ValueError, match="group 0 has one parameter twice"):
         MARS([("a", parameter), ("b", parameter)])
     MARS([{"params": []}]).add_param_group({"params": [parameter]})  # as a stage without parameters
 

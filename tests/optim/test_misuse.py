@@ -133,9 +133,7 @@ ARGUMENTS = [
     *((key, "bfloat16") for key in ("momentum_dtype", "last_grad_dtype")),
     *((key, torch.float8_e4m3fn) for key in ("momentum_dtype", "last_grad_dtype")),
     *((key, torch.int32) for key in ("momentum_dtype", "matrix_dtype")),
-    *(("norm_group", value) for value in ("x", 3, -100)),
     *(("max_grad_norm", value) for value in (NAN, -1, "x")),
-    *((key, "no") for key in ("exact", "compile")),
 ]
 
 
@@ -148,8 +146,6 @@ def test_groups_of_another_shape():
     refused(lambda: MARS([{"lr": 1.0}]), "group 0 has no 'params'", ValueError)
     for model in ([nn.Parameter(torch.ones(2))], nn.Linear(2, 2).parameters(), None):
         refused(lambda model=model: param_groups(model), "model must be a torch.nn.Module")
-    for by_role in (["x"], {"matrix": 3}):
-        refused(lambda by_role=by_role: param_groups(nn.Linear(2, 2), by_role=by_role), "by_role")
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw", "lion"])
@@ -181,7 +177,7 @@ LAYER = nn.Linear(2, 2)
         ),
         *(
             (lambda given=given: param_groups(LAYER, by_pattern=given), "by_pattern must be")
-            for given in (None, 3, "x", ["x"], [("x",)], [("x", None)], [(1, {})], ("*", {}))
+            for given in (None, 3, ["x"], [("x",)], ("*", {}))
         ),
         *((lambda given=given: param_groups(LAYER, given), "name must be") for given in ([], {})),
         (lambda: param_groups(LAYER, lr=10**400), "lr must be"),

@@ -5,11 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
-from torchmars.optim.settings import Number, one_of, shown
+from torchmars.optim.settings import Number, shown
 from torchmars.optim.tensors import local_part
 
 MAX_GRAD_NORM = Number("max_grad_norm", "The global clip.", positive=True, optional=True)
@@ -24,7 +23,7 @@ def check_module(value: Any, name: str) -> None:
 def check_rule(value: Any, suffix: str = "") -> None:
     """Raise `ValueError` unless `value` names a rule."""
     if not (isinstance(value, str) and value in RULES):
-        raise ValueError(f"rule{suffix} must be {one_of(RULES, value)}, got {shown(value)}")
+        raise ValueError(f"rule{suffix} must be one of {', '.join(RULES)}, got {shown(value)}")
 
 
 def check_names(settings: Iterable[str]) -> None:
@@ -44,17 +43,6 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
         raise ValueError(
             f"per_head of group {number} needs the model, which declares its heads: use "
             "param_groups(model, per_head=True)"
-        )
-
-
-def check_flags(exact: Any, compile: Any, norm_group: Any) -> None:
-    """Raise `TypeError` for an argument of `MARS` that is of another type, naming it."""
-    for name, value in {"exact": exact, "compile": compile}.items():
-        if not isinstance(value, bool) and not (name == "compile" and value is None):
-            raise TypeError(f"{name} must be True or False, got {shown(value)!r}")
-    if norm_group is not None and not isinstance(norm_group, dist.ProcessGroup):
-        raise TypeError(
-            f"norm_group must be a process group that this rank is in, got {shown(norm_group)!r}"
         )
 
 

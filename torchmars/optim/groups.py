@@ -4,8 +4,6 @@ Source: the table "who gets which rule" of the MARS and MARS-M papers and their 
 2411.10438, 2510.21800).
 """
 
-import difflib
-import inspect
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -18,7 +16,11 @@ from torchmars.optim.fused import cut_of, heads_of, softmax_router
 from torchmars.optim.roles import ROLES, looks_like, roles
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
 from torchmars.optim.scaling import Factors, TransferFactors
-from torchmars.optim.settings import CUT, Settings, one_of, shown
+from torchmars.optim.settings import CUT, Settings, shown
+
+# What groups have beside settings: torch's own keys, a name, what schedules of torch and timm keep.
+_KEYS_OF_OTHERS = {"params", "param_names", "role", "name", "initial_lr", "max_lr", "min_lr"}
+_KEYS_OF_OTHERS |= {"lr_scale", "swa_lr", "base_momentum", "max_momentum"}
 
 
 def complete_settings(name: str, **given: Any) -> Settings:
@@ -28,7 +30,7 @@ def complete_settings(name: str, **given: Any) -> Settings:
     not have and a value out of range. A `clip` of 0 or None switches the per-tensor clip off.
     """
     if not isinstance(name, str) or name not in RULES:
-        raise ValueError(f"name must be {one_of(RULES, name)}, got {shown(name)!r}")
+        raise ValueError(f"name must be one of {', '.join(RULES)}, got {shown(name)!r}")
     known = {each.name: each for each in RULES[name].settings if each.scope != "group"}
     for key in given:
         if key not in known:
@@ -109,7 +111,7 @@ def param_groups(
     Raises `ValueError`, naming the argument, for a value out of range, for a setting without
     meaning and for a pattern that claims no parameter.
     """
-    _check_types(model, by_role, by_pattern, factors)
+    _check_types(model, by_pattern, factors)
     given = by_role or {}
     table = _changed_roles(role_settings(name, **settings), given)
     groups: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -187,26 +189,16 @@ def _changed_roles(
     return table | {role: _changed(table[role], each, role) for role, each in by_role.items()}
 
 
-def _check_types(model: Any, by_role: Any, by_pattern: Any, factors: Any) -> None:
+def _check_types(model: Any, by_pattern: Any, factors: Any) -> None:
     """Raise `TypeError` for an argument of `param_groups` of another type."""
     if not isinstance(factors, TransferFactors | None):
         raise TypeError(f"factors must be of transfer_factors, got a {type(factors).__name__}")
     check_module(model, "model")
-    given = by_role or {}
-    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
-        raise TypeError(f"by_role must be a dict of settings by role, got {shown(by_role)!r}")
-    pairs = by_pattern if isinstance(by_pattern, list | tuple) else None
-    if pairs is None or not all(
-        isinstance(each, list | tuple)
-        and len(each) == 2
-        and isinstance(each[0], str)
-        and isinstance(each[1], dict)
-        for each in pairs
+    if not isinstance(by_pattern, list | tuple) or not all(
+        isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[1], dict)
+        for each in by_pattern
     ):
-        raise TypeError(
-            "by_pattern must be a list of pairs (pattern, dict of settings), got "
-            f"{shown(by_pattern)!r}"
-        )
+        raise TypeError("by_pattern must be a list of pairs (pattern, dict of settings)")
 
 
 def _check_claimed(by_pattern: Sequence[tuple[str, Any]], claimed: Collection[str]) -> None:
@@ -246,24 +238,31 @@ def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict
     return changed
 
 
+def _has_meaning(key: str, rule: Any) -> bool:
+    """Return whether a group of `rule` has a use for a setting."""
+    found = RULES.get(rule)
+    # Unknown rules and settings are refused elsewhere.
+    return found is None or key not in group_settings() or key in found.defaults
+
+
 def complete_group(
     param_group: dict[str, Any], defaults: dict[str, Any], given: Collection[str], number: int
 ) -> dict[str, Any]:
     """Return a copy of a user's group, checked, with its rule's defaults.
 
     `defaults` are the optimizer's; those `given` go before the rule's. `number` is the group's
-    among the optimizer's groups. Keys that are no settings of MARS are kept. Raises `ValueError`
-    for a value out of range, for a key that looks like a misspelt setting and for a parameter that
-    the group has twice.
+    among the optimizer's groups. Raises `ValueError` for a value out of range, for an unknown key
+    and for a parameter that the group has twice.
     """
     group = dict(param_group)
-    known = set(defaults) | set(group_settings())
-    for key in set(group) - known:
-        for meant in difflib.get_close_matches(str(key).lower(), sorted(known), n=1, cutoff=0.8):
-            if not (key.startswith(f"{meant}_") or key.endswith(f"_{meant}")):  # weight_decay_mult
-                raise ValueError(f"group {number} has the key {key!r}: did you mean {meant!r}?")
     if "params" not in group:
         raise ValueError(f"group {number} has no 'params': name its parameters")
+    known = {*defaults, *group_settings(), *_KEYS_OF_OTHERS}
+    if unknown := [key for key in group if key not in known]:
+        raise ValueError(
+            f"group {number} has the key {unknown[0]!r}, which is no setting of MARS: write keys "
+            "of your own into optimizer.param_groups once it is made"
+        )
     check_rule(group.get("rule", defaults["rule"]))
     for setting in RULES[group.get("rule", defaults["rule"])].settings:
         if setting.scope != "optimizer" and setting.name not in given:
@@ -273,83 +272,30 @@ def complete_group(
     check_group(defaults | group, number)
     group["params"] = checked_params(group["params"])
     if isinstance(group["params"], list):
-        names: dict[Any, str] = {}
-        for place, each in enumerate(group["params"]):
-            name, parameter = each if isinstance(each, tuple) else (place, each)
-            if parameter in names:
-                raise ValueError(
-                    f"group {number} has one parameter twice, as {names[parameter]} "
-                    f"and as {name!r}: name it once"
-                )
-            names[parameter] = repr(name)
+        parameters = [each[1] if isinstance(each, tuple) else each for each in group["params"]]
+        if len(set(parameters)) < len(parameters):
+            raise ValueError(f"group {number} has one parameter twice: name it once")
     return group
 
 
-def warn_of_slips(
-    groups: Sequence[Settings],
-    given: Sequence[Any],
-    passed: Settings,
-    signature: inspect.Signature,
-    stacklevel: int,
-) -> None:
-    """Warn of arguments of `MARS` that a user hardly means.
+def warn_of_embeddings(groups: Iterable[dict[str, Any]], given: Iterable[Any]) -> None:
+    """Warn, once, where `groups` that nobody sorted leave an embedding or a head to a matrix rule.
 
-    `given` are the user's values for each of the optimizer's `groups`, and `passed` are the
-    settings passed for all of them. Those that have the default of `MARS`'s `signature` are no
-    slips.
-    """
-    usual = {name: each.default for name, each in signature.parameters.items()}
-    for key, value in passed.items():
-        if key not in usual or value != usual[key]:
-            _warn_of_unreached(given, key, value, passed["rule"], stacklevel + 1)
-    if isinstance(RULES[passed["rule"]], MatrixRule):
-        _warn_of_unsorted(groups, given, passed["rule"], stacklevel + 1)
-
-
-def _warn_of_unreached(
-    given: Iterable[Any], key: str, value: Any, rule: str, stacklevel: int
-) -> None:
-    """Warn of an argument that means nothing to any of the groups `given`.
-
-    One that has the value of a group is no slip.
-    """
-    groups = [each if isinstance(each, dict) else {} for each in given]
-    meant = [each for each in groups if _has_meaning(key, each.get("rule", rule))]
-    if groups and all(key in each and each[key] != value for each in meant):
-        why = "each has its own" if meant else "it means nothing to their rules"
-        warnings.warn(
-            f"MARS({key}={value!r}) reaches no group: {why}. Set it in the groups, as "
-            "param_groups does with its settings, or leave it out",
-            stacklevel=stacklevel,
-        )
-
-
-def _has_meaning(key: str, rule: Any) -> bool:
-    """Return whether a group of `rule` has a use for a setting."""
-    found = RULES.get(rule)
-    # Unknown rules and settings are refused elsewhere.
-    return found is None or key not in group_settings() or key in found.defaults
-
-
-def _warn_of_unsorted(
-    groups: Iterable[dict[str, Any]], given: Iterable[Any], rule: str, stacklevel: int
-) -> None:
-    """Warn where `groups` that nobody sorted may leave embeddings and heads to a matrix rule.
-
-    `given` are the user's values for each group. Groups that name a rule or a role were sorted.
+    `given` are the user's values for each group: those that name a rule or a role were sorted. Of
+    parameters without names nobody knows which they are.
     """
     for group, each in zip(groups, given):
-        if isinstance(each, dict) and {"rule", "role"} & set(each):
+        is_sorted = isinstance(each, dict) and {"rule", "role"} & set(each)
+        if is_sorted or not isinstance(RULES[group["rule"]], MatrixRule):
             continue
-        names = group.get("param_names")
-        found = [name for name in names or () if looks_like(name)]
+        names = group.get("param_names", ())
+        found = next((repr(name) for name in names if looks_like(name)), None)
         if found or not names:
-            what = f"{found[0]!r}" if found else "all its parameters, whose names it does not know"
+            rule = group["rule"]
             warnings.warn(
-                f"MARS(rule={rule!r}) orthogonalises {what}: that is wrong for "
-                f"embeddings and heads. MARS(param_groups(model, {rule!r})) gives them "
-                "their own rule; groups of matrices that name their rule are taken as "
-                "they are",
-                stacklevel=stacklevel,
+                f"MARS(rule={rule!r}) orthogonalises {found or 'parameters without names'}: that "
+                "is wrong for embeddings and heads. "
+                f"MARS(param_groups(model, {rule!r})) gives them their own rule",
+                stacklevel=3,
             )
             return

@@ -4,7 +4,6 @@ Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Trai
 ICML 2025, arXiv 2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
 """
 
-import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,6 @@ from torch import Tensor
 from torchmars.optim.checks import (
     MAX_GRAD_NORM,
     check_exact,
-    check_flags,
     check_group,
     check_names,
     check_parameters,
@@ -29,7 +27,7 @@ from torchmars.optim.checks import (
 )
 from torchmars.optim.gpu.choice import has_kernels, steps_by_kernels
 from torchmars.optim.gpu.launches import is_capturing
-from torchmars.optim.groups import complete_group, warn_of_slips
+from torchmars.optim.groups import complete_group, warn_of_embeddings
 from torchmars.optim.kernels import pays_to_compile
 from torchmars.optim.look_ahead import LookAhead
 from torchmars.optim.matrices.precision import matrix_dtype_name
@@ -121,9 +119,9 @@ class MARS(torch.optim.Optimizer):
             one more all-reduce, of one number, and `telemetry` becomes collective.
         settings: other settings that some rules declare.
 
-    Raises `ValueError`, naming the argument, for a value out of range. Warns where a matrix rule is
-    given parameters that `param_groups` has not sorted: it would orthogonalise embeddings and
-    heads, and of an argument that reaches no group.
+    Raises `ValueError` for a value out of range and for an unknown key of a group, and `TypeError`
+    for an unknown argument, each with its name. Warns where a matrix rule is given an embedding or
+    a head.
     """
 
     def __init__(
@@ -153,7 +151,6 @@ class MARS(torch.optim.Optimizer):
         check_rule(rule)
         check_names(settings)
         check_state_dtypes(momentum_dtype, last_grad_dtype)
-        check_flags(exact, compile, norm_group)
         self.max_grad_norm, self.exact = max_grad_norm, exact
         self._new_state = partial(
             new_state, exact=exact, momentum_dtype=momentum_dtype, last_grad_dtype=last_grad_dtype
@@ -176,7 +173,7 @@ class MARS(torch.optim.Optimizer):
         if exact and norm_group is None:  # a part may have no matrices
             check_exact(self.param_groups)
         self._settle()
-        warn_of_slips(self.param_groups, given, settings, inspect.signature(MARS), stacklevel=3)
+        warn_of_embeddings(self.param_groups, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with state for each of its parameters.

@@ -4,9 +4,7 @@ A rule declares its settings. What follows from them: which settings a parameter
 checks, the defaults of `MARS`, the section of the config and its `--help`. Needs no torch.
 """
 
-import difflib
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -101,21 +99,10 @@ class Choice(Setting):
     names: tuple[str, ...] = ()
 
     def judge(self, value: Any) -> tuple[bool, str]:
-        good = value in self.names
-        return good, "" if good else one_of(self.names, value)
+        return value in self.names, f"one of {', '.join(self.names)}"
 
 
 Declared = tuple[Setting, ...]  # the settings of a rule
-
-
-def one_of(names: Iterable[str], value: Any) -> str:
-    """Return which names there are, for a `value` that is none, and the one that it is like."""
-    folded = {each.lower().replace("_", "-"): each for each in names}
-    text = str(value).lower().replace("_", "-")
-    near = [each for each in folded if len(text) > 2 and each.startswith(text)]
-    near += difflib.get_close_matches(text, folded, 1)
-    meant = f" (did you mean {folded[near[0]]}?)" if near else ""
-    return f"one of {', '.join(folded.values())}{meant}"
 
 
 def shown(value: Any) -> str:
