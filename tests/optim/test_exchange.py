@@ -199,17 +199,11 @@ def different_plans():
 
 
 def test_ranks_that_plan_differently_say_so():
-    beginning = (
-        "the ranks do not hold the same parameters in the same order: matrix parameter "
-        "number 2 of their mesh is of shape (4, 4), flatten False, split 1, placed"
-    )
-    swapped = (
-        "(Replicate(), Shard(dim=0)) on rank 0 and of shape (6, 4), flatten False, split 1, "
-        "placed (Replicate(), Shard(dim=0)) on rank 3"
-    )
-    fewer = "(Shard(dim=0),) on rank 0 and missing on rank 1"
-    wanted = [f"{beginning} {swapped}", f"{beginning} {fewer}"]
-    assert run_ranks(different_plans, 4) == [wanted] * 4
+    errors = {error for each in run_ranks(different_plans, 4) for error in each}
+    assert errors == {
+        "the ranks must have the same matrix parameters in the same order, with the same settings "
+        "and the same version of torchmars: their plans differ"
+    }
 
 
 def agreed(asked):
@@ -222,16 +216,15 @@ def agreed(asked):
             try:
                 optimizer = MARS(parameters, rule="mars-m", matrix_dtype=each[dist.get_rank()])
                 answers.append(optimizer.plans.traffic[0].dtype)
-            except ValueError as error:
-                answers.append(str(error))
+            except RuntimeError:
+                answers.append("differ")
     return answers
 
 
 def test_ranks_on_different_cpus_agree_on_one_dtype():
     asked = [("auto", "auto"), ("bfloat16", "bfloat16"), ("auto", "float32")]
     first, second = run_ranks(agreed, 2, asked)
-    refused = "matrix_dtype must be the same on all ranks, they were given several"
-    assert first == second == [torch.float32, torch.bfloat16, refused]
+    assert first == second == [torch.float32, torch.bfloat16, "differ"]
 
 
 def different_options():
@@ -242,9 +235,9 @@ def different_options():
     method = ["newton-schulz", "polar-express"][dist.get_rank()]
     try:
         MARS([{"params": [parameter], "rule": "mars-m", "orthogonalize": method}])
-    except ValueError as error:
+    except RuntimeError as error:
         return str(error)
 
 
 def test_ranks_with_other_options_say_so():
-    assert all("must be the same on all ranks" in each for each in run_ranks(different_options, 2))
+    assert all("with the same settings" in each for each in run_ranks(different_options, 2))

@@ -1,7 +1,6 @@
-"""Whether all ranks of a mesh planned the same: a step would hang otherwise."""
+"""What all ranks of a mesh must agree on: a step would hang otherwise."""
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -14,35 +13,19 @@ def on_all_ranks(here: bool, groups: Sequence[dist.ProcessGroup], device: torch.
 
 
 def check_same_plan(
-    descriptions: list[str],
-    plan: object,
-    matrix_dtype: str,
-    directions: object,
-    groups: Sequence[dist.ProcessGroup],
-    device: torch.device,
+    plan: object, groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> None:
-    """Raise `RuntimeError`, on all ranks of `groups`, if they planned differently.
+    """Raise `RuntimeError`, on all ranks of `groups`, if their plans differ.
 
-    `descriptions` are those of this rank's matrices, in order; `groups` are those of a mesh's
-    shards and replicas. Raises `ValueError` likewise where the ranks were given another
-    `matrix_dtype`, or other settings of `directions`. Collective over `groups`.
+    `plan` is all that decides what this rank sends and computes, and has a `repr` that says it;
+    `groups` are those of a mesh's shards and replicas. Collective over them.
     """
-    same = [fingerprint(repr(each)) for each in ((descriptions, plan), matrix_dtype, directions)]
-    least = _least([*same, *(-value for value in same)], groups, device)
-    plan_agrees, dtype_agrees, directions_agree = (
-        low == -high for low, high in zip(least[:3], least[3:])
-    )
-    if not dtype_agrees:
-        raise ValueError("matrix_dtype must be the same on all ranks, they were given several")
-    if not directions_agree:
-        raise ValueError(
-            "orthogonalize and the other options of matrices must be the same on all ranks, they "
-            "were given several"
-        )
-    if not plan_agrees:
+    here = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
+    low, high = _least([here, -here], groups, device)
+    if low != -high:
         raise RuntimeError(
-            "the ranks do not hold the same parameters in the same order: "
-            + first_difference(gather_descriptions(descriptions, groups))
+            "the ranks must have the same matrix parameters in the same order, with the same "
+            "settings and the same version of torchmars: their plans differ"
         )
 
 
@@ -59,34 +42,3 @@ def _least(
     for group in groups:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     return least.tolist()
-
-
-def fingerprint(text: str) -> int:
-    """Return a number of 56 bits that other texts do not have."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def gather_descriptions(
-    descriptions: list[str], groups: Sequence[dist.ProcessGroup]
-) -> dict[int, list[str]]:
-    """Return the descriptions of every rank of a mesh, by rank."""
-    gathered = {dist.get_rank(): descriptions}
-    for group in groups:
-        everyone: list[dict[int, list[str]]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, gathered, group=group)
-        gathered = {rank: theirs for each in everyone for rank, theirs in each.items()}
-    return gathered
-
-
-def first_difference(descriptions: dict[int, list[str]]) -> str:
-    """Return where the matrix parameters of two ranks first differ."""
-    first, *others = sorted(descriptions)
-    for other in others:
-        pairs = itertools.zip_longest(descriptions[first], descriptions[other], fillvalue="missing")
-        for number, (here, there) in enumerate(pairs):
-            if here != there:
-                return (
-                    f"matrix parameter number {number} of their mesh is {here} on rank {first} "
-                    f"and {there} on rank {other}"
-                )
-    return "their plans differ all the same: install the same version on all machines"

@@ -81,10 +81,6 @@ class MatrixShape:
             )
         return tuple(self.split)
 
-    def __str__(self) -> str:
-        stored = ", transposed" if self.transposed else ""
-        return f"of shape {self.shape}, flatten {self.flatten}, split {self.split}{stored}"
-
     @property
     def is_cut_whole(self) -> bool:
         """Whether its parts are no runs of whole rows."""

@@ -120,10 +120,8 @@ class MatrixTraffic:
             ranks,
             loads.setdefault(tuple(sorted(ranks)), {}),
         )
-        descriptions = [f"{shape}, placed {placed}" for shape, placed in zip(shapes, placements)]
-        check_same_plan(
-            descriptions, plan, matrix_dtype, directions, self.place.groups, self.device
-        )
+        decided = (shapes, placements, plan, matrix_dtype, directions)
+        check_same_plan(decided, self.place.groups, self.device)
         self.buckets = [rank_bucket(planned, blocks, self.place) for planned in plan]
 
     def compute_here(self, bucket: Bucket, places: Places) -> None:
