@@ -10,7 +10,7 @@ from torch import nn
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES
 
-NAN, META = math.nan, torch.ones(4, 4, device="meta")
+NAN = math.nan
 
 
 def made(rule="mars-adamw", **settings):
@@ -87,46 +87,17 @@ def test_a_rule_cannot_be_changed():
     refused(optimizer.step, "rule of group 0 was 'mars-lion'", ValueError)
 
 
-STATE = [
-    *((key, None) for key in ("exp_avg", "exp_avg_sq", "last_grad", "step")),
-    *((key, META) for key in ("exp_avg", "exp_avg_sq", "last_grad")),
-    *((key, torch.eye(4).to_sparse()) for key in ("exp_avg", "last_grad")),
-    *((key, torch.full((4, 4), 1e300, dtype=torch.float64)) for key in ("exp_avg", "exp_avg_sq")),
-    *(("exp_avg", torch.full((4, 4), value)) for value in (NAN, 3e38)),
-    *(("exp_avg_sq", torch.full((4, 4), value)) for value in (NAN, -1.0)),
-    *(("step", value) for value in (NAN, math.inf, -1.0, "x", 10**400)),
-    ("last_grad", torch.ones(4, 4, dtype=torch.complex64)),
-]
-
-
-@pytest.mark.parametrize("key,value", STATE)
-def test_a_state_that_no_step_leaves(key, value):
+def test_a_state_on_the_meta_device_and_what_is_no_state_dict():
     _, optimizer = made()
-    before = copy.deepcopy(optimizer.state_dict()["state"][0])
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0][key] = value
+    before, saved = (copy.deepcopy(optimizer.state_dict()) for _ in range(2))
+    saved["state"][0]["exp_avg"] = torch.ones(4, 4, device="meta")
     refused(
-        lambda: optimizer.load_state_dict(saved), rf"parameter 0 of group 0: {key} ", ValueError
+        lambda: optimizer.load_state_dict(saved), "parameter 0 of group 0: exp_avg is on the meta"
     )
-    for name, kept in optimizer.state_dict()["state"][0].items():
-        assert torch.equal(kept, before[name])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"state": None},
-        {"state": {0: None}},
-        {"param_groups": None},
-        {"param_groups": [None]},
-        {"param_groups": [{}]},
-    ],
-)
-def test_a_state_dict_of_another_shape(change):
-    _, optimizer = made()
-    saved = copy.deepcopy(optimizer.state_dict()) | change
-    refused(lambda: optimizer.load_state_dict(saved), "state_dict must have", ValueError)
+    refused(lambda: optimizer.load_state_dict({}), "state_dict must have", ValueError)
     refused(lambda: optimizer.load_state_dict(None), "state_dict must be a dict", TypeError)
+    for name, kept in optimizer.state_dict()["state"][0].items():
+        assert torch.equal(kept, before["state"][0][name])
 
 
 ARGUMENTS = [
