@@ -204,6 +204,7 @@ def test_groups_of_the_optimizer(tmp_path):
         (["--model.name", "l"], r"got 'l' \(on the command line"),
         (["--schedule.min_lr", "1"], "schedule.min_lr = 1.0 is above optimizer.lr"),
         (["--schedule.decay_steps", "5"], "schedule.decay_steps has no meaning"),
+        (["--schedule.power", "0.5"], "schedule.power has no meaning"),
         (["--parallelism.dp_shard", "0"], "parallelism.dp_shard must be -1"),
         (
             ["--parallelism.reshard_after_forward", "sometimes"],

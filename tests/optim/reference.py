@@ -17,11 +17,28 @@ POLAR_EXPRESS = [
 ]
 
 
+METHODS = {
+    "newton-schulz": (1.0, JORDAN),
+    "polar-express": (1.01, POLAR_EXPRESS),
+    "deepseek-v4": (1.0, [*JORDAN, *JORDAN[:3], (2, -1.5, 0.5), (2, -1.5, 0.5)]),
+    "cubic5": (
+        1.0,
+        [
+            (3.3656576, -3.3420992, 0),
+            (2.5744352, -1.4957376, 0),
+            (2.5368962, -1.4312570, 0),
+            (2.4418906, -1.2764040, 0),
+            (2.2230472, -0.9630650, 0),
+        ],
+    ),
+}
+
+
 def orthogonalized(x: Tensor, method: str = "newton-schulz") -> Tensor:
     """Return one float64 matrix after five odd polynomials."""
     if x.shape[0] > x.shape[1]:
         return orthogonalized(x.T, method).T
-    margin, polynomials = (1.01, POLAR_EXPRESS) if method == "polar-express" else (1.0, JORDAN)
+    margin, polynomials = METHODS[method]
     x = x / (margin * x.pow(2).sum().sqrt() + 1e-7)
     for a, b, c in polynomials:
         gram = x @ x.T

@@ -24,6 +24,15 @@ def test_warmup_then_each_decay():
     ] == [1.0, 0.5, 0.0]
 
 
+def test_the_decay_may_follow_a_power():
+    wsd = dict(name="wsd", warmup_steps=10, decay_steps=16, floor=0.2, power=0.5)
+    assert [lr_factor(step, 110, **wsd) for step in (94, 98, 103, 110)] == pytest.approx(
+        [1.0, 0.2 + 0.8 * 0.5, 0.2 + 0.8 * 0.25, 0.2]
+    )
+    assert lr_factor(60, 110, name="linear", warmup_steps=10, power=2.0) == pytest.approx(0.75)
+    assert lr_factor(60, 110, name="linear", power=1.0) == lr_factor(60, 110, name="linear")
+
+
 def test_a_run_shorter_than_its_warmup():
     assert lr_factor(5, 5, warmup_steps=10) == 0.5
 

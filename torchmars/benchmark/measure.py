@@ -75,7 +75,7 @@ def short_run(config: ResolvedConfig, steps: int, folder: Path) -> ResolvedConfi
         run=replace(config.run, name="bench", folder=str(folder)),
         data=write_random_shards(config.data, tokens, folder / "shards"),
         training=replace(config.training, steps=2 * steps, stop_after=None),
-        schedule=replace(config.schedule, name="constant", decay_steps=None),
+        schedule=replace(config.schedule, name="constant", decay_steps=None, power=1.0),
         checkpoint=replace(
             config.checkpoint,
             folder=None,  # not that of the run itself

@@ -1,9 +1,10 @@
 """The learning rate as a function of the step."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from torchmars.config.fields import Amount, Count, require
+from torchmars.core.bounds import Range
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,9 @@ class ScheduleConfig:
     """Steps of linear warmup from 0."""
     decay_steps: Count | None = None
     """wsd: steps of the final decay. Default: a fifth of the run."""
+    power: Annotated[float, Range(0.01, 100)] = 1.0
+    """linear, wsd: the decay is 1 - t^power, t from 0 to 1. 1 is a line, 0.5 one minus the square
+    root."""
     min_lr: Amount = 0.0
     """Learning rate at the end of the decay, an absolute value."""
 
@@ -25,6 +29,10 @@ class ScheduleConfig:
         require(
             self.name == "wsd" or self.decay_steps is None,
             f'schedule.decay_steps has no meaning for schedule.name = "{self.name}": remove it',
+        )
+        require(
+            self.name in ("linear", "wsd") or self.power == 1,
+            f'schedule.power has no meaning for schedule.name = "{self.name}": remove it',
         )
 
     def resolve(self, steps: int) -> "ScheduleConfig":

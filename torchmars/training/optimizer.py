@@ -67,6 +67,7 @@ class Schedule:
             floor=config.min_lr / peak,
             warmup_steps=config.warmup_steps,
             decay_steps=config.decay_steps,
+            power=config.power,
         )
         for group, lr in zip(self.optimizer.param_groups, self.began):
             group["lr"] = lr * factor

@@ -38,13 +38,17 @@ class Iteration:
         x = (x / (norms + self.eps)).to(dtype or matrices.dtype)
         for a, b, c in self.polynomials:
             gram = torch.bmm(x, x.mT)  # `@` costs the host a tenth more of all products
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            if c:
+                x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            else:  # a cubic has no square
+                x = torch.baddbmm(x, gram, x, beta=a, alpha=b)
         return x.mT if tall else x
 
     def flops(self, rows: int, cols: int) -> int:
         """Return the floating-point operations on one matrix."""
         short, long = sorted((rows, cols))
-        return len(self.polynomials) * (4 * short**2 * long + 2 * short**3)
+        squares = sum(c != 0 for *_, c in self.polynomials)
+        return len(self.polynomials) * 4 * short**2 * long + squares * 2 * short**3
 
 
 ORTHOGONALIZERS = {
@@ -61,5 +65,17 @@ ORTHOGONALIZERS = {
             (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
         ],
         margin=1.01,
+    ),
+    # DeepSeek-V4's report, section 2.4, equation 28: eight steps that lift, two that settle at 1.
+    "deepseek-v4": Iteration([(3.4445, -4.7750, 2.0315)] * 8 + [(2.0, -1.5, 0.5)] * 2),
+    # Huang, arXiv 2606.00371: cubics, whose band is 1 +- 0.3. Digits of Emerging-Optimizers.
+    "cubic5": Iteration(
+        [
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        ]
     ),
 }
