@@ -215,10 +215,14 @@ def test_a_class_of_its_own_and_a_wrapper_hide_no_cut():
     assert cuts(mixture)["gate.weight"] == ("router", {"zero_mean": True})
 
 
-@pytest.mark.parametrize("kind,gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+RECURRENT = [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)]
+RECURRENT += [(nn.LSTMCell, 4), (nn.GRUCell, 3), (nn.RNNCell, 1)]
+
+
+@pytest.mark.parametrize("kind,gates", RECURRENT)
 def test_the_gates_of_torchs_recurrent_layers_are_matrices_of_their_own(kind, gates):
     model = nn.ModuleDict({"rnn": kind(6, 5)})
-    for name in ("rnn.weight_ih_l0", "rnn.weight_hh_l0"):
+    for name in (each for each, p in model.named_parameters() if p.ndim == 2):
         found = cut_of(name, model.get_parameter(name), dict(model.named_modules()))
         assert found == ({"split": gates} if gates > 1 else {})
 

@@ -1,10 +1,13 @@
 """Roles by the names of torchvision, timm and transformers."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 from tests.support.full import FULL
+from torchmars.optim import param_groups
 from torchmars.optim.roles import roles
 
 
@@ -107,6 +110,99 @@ def test_the_last_layer_of_a_classifier():
     )
     assert roles(lone)["mlp.fc.weight"] == "matrix"
     assert roles(nn.Linear(8, 5)) == {"weight": "matrix", "bias": "vector"}
+
+
+class Decoder(nn.Module):
+    """Tokens, blocks whose layers have the names of heads, a head, and a layer after it."""
+
+    def __init__(self, name="to_logits", head=None, tokens=11):
+        super().__init__()
+        self.tok, self.wpe = nn.Embedding(tokens, 8), nn.Embedding(16, 8)
+        names = ("output_layer", "proj_out")
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({each: nn.Linear(8, 8) for each in names}) for _ in range(2)
+        )
+        if head is not None:
+            setattr(self, name, head)
+        self.value = nn.ModuleDict({"up": nn.Linear(8, 6)})
+
+
+@pytest.mark.parametrize(
+    "name,head",
+    [
+        ("to_logits", nn.Linear(8, 11)),
+        ("to_logits", nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 11))),
+        ("output_layer", nn.Linear(8, 11)),
+        ("proj_out", nn.Linear(8, 11)),
+        ("predictions", nn.ModuleDict({"decoder": nn.Linear(8, 11)})),  # as BERT's
+        ("generator", nn.ModuleDict({"proj": nn.Linear(8, 11)})),  # of the annotated transformer
+    ],
+)
+def test_the_layer_with_as_many_rows_as_tokens_is_the_head(name, head):
+    found = matrices(Decoder(name, head))
+    assert [each.split(".")[0] for each, role in found.items() if role == "head"] == [name]
+    assert {role for each, role in found.items() if "blocks" in each} == {"matrix"}
+    assert found["value.up.weight"] == "matrix"
+
+
+def test_no_second_layer_is_a_head_beside_a_named_or_tied_one():
+    for head in ({"lm_head": nn.Linear(8, 11)}, {}):
+        model = Decoder()
+        model.extra = nn.ModuleDict({"up": nn.Linear(8, 11), **head})
+        if not head:
+            model.extra["shared"] = nn.Linear(8, 11)
+            model.extra["shared"].weight = model.tok.weight
+        assert matrices(model)["extra.up.weight"] == "matrix"
+
+
+@pytest.mark.parametrize(
+    "name,shape,role",
+    [
+        ("W_U", (8, 11), "head"),
+        ("codebook", (5, 8), "embedding"),
+        ("bigram", (11, 11), "embedding"),
+        ("lookup", (11, 4), "embedding"),
+        ("mixing", (8, 8), "matrix"),
+    ],
+)
+def test_raw_tables_are_no_hidden_matrices(name, shape, role):
+    model = Decoder()
+    model.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    assert roles(model)[name] == role
+
+
+def test_the_tables_of_transformer_lens():
+    model = nn.Module()
+    shapes = {"W_E": (11, 8), "W_pos": (16, 8), "W_in": (8, 32), "W_U": (8, 11)}
+    for name, shape in shapes.items():
+        model.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    assert list(roles(model).values()) == ["embedding", "embedding", "matrix", "head"]
+
+
+@pytest.mark.parametrize(
+    "name", ["lambdas", "mlp_scale", "skip_scalars", "x0_lambdas", "value_scales"]
+)
+def test_raw_scales_are_vectors(name):
+    model = nn.Module()
+    model.register_parameter(name, nn.Parameter(torch.zeros(2, 12)))
+    assert roles(model) == {name: "vector"}
+
+
+def test_what_cannot_be_told_apart_is_said_once_with_the_line_to_write():
+    """Each layer has as many rows as there are tokens, and no name says which is the head."""
+    model = Decoder("readout", nn.ModuleDict({"proj": nn.Linear(8, 8)}), tokens=8)
+    with pytest.warns(UserWarning, match='by_pattern=.."readout.proj.weight"') as found:
+        param_groups(model, "muon")
+    assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        groups = param_groups(
+            model, "muon", by_pattern=[("readout.proj.weight", {"rule": "adamw"})]
+        )
+        param_groups(model, "adamw")
+        param_groups(Decoder("to_logits", nn.Linear(8, 8), tokens=8), "muon")
+    [of_head] = [each for each in groups if each["role"] == "readout.proj.weight"]
+    assert of_head["rule"] == "adamw"
 
 
 @FULL

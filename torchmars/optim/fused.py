@@ -16,7 +16,8 @@ _HALVES = ("gate_up_proj", "up_gate_proj")
 _THIRDS = ("qkv", "in_proj_weight")  # of vision models, and of torch's own attention
 # Modules that wrap another one, whose names come between its own and its layer's.
 WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "module"}
-_GATES_OF = {"LSTM": 4, "GRU": 3}  # each is a matrix of torch's own layers
+# Each gate of torch's own layers is a matrix.
+_GATES_OF = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 _CONV1D = re.compile("Conv1D")
 # transformers' routers whose weights follow from a softmax over experts. Others say `is_softmax`.
 _SOFTMAX_ROUTER = re.compile(r"(Mixtral|Qwen)\w*Top[kK]Router")
@@ -32,8 +33,8 @@ def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Se
     transposed = {"transposed": True} if _is_conv1d(owner) else {}
     if isinstance(owner, _ConvNd):
         return {"split": owner.groups} if owner.groups > 1 else {}
-    if isinstance(owner, nn.RNNBase) and layer.startswith(("weight_ih", "weight_hh")):
-        gates = _GATES_OF.get(owner.mode, 1)
+    if layer.startswith(("weight_ih", "weight_hh")):
+        gates = next((n for kind, n in _GATES_OF.items() if isinstance(owner, kind)), 1)
         return {"split": gates} if gates > 1 else {}
     if parameter.ndim == 3 and layer in (*_HALVES, "down_proj"):
         return _of_experts(owner, layer)

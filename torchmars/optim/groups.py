@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchmars.optim.checks import check_group, check_module, check_rule, checked_params
 from torchmars.optim.fused import cut_of, heads_of, softmax_router
-from torchmars.optim.roles import ROLES, looks_like, roles
+from torchmars.optim.roles import ROLES, looks_like, roles, sized_as_tokens
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
 from torchmars.optim.scaling import Factors, TransferFactors
 from torchmars.optim.settings import CUT, Settings, shown
@@ -118,7 +118,8 @@ def param_groups(
     claimed = set[str]()
     named, modules = dict(model.named_parameters()), dict(model.named_modules())
     heads = {each: found for each in named if (found := heads_of(each, modules))}
-    for parameter_name, role in roles(model).items():
+    by_name = roles(model)
+    for parameter_name, role in by_name.items():
         pattern, changes = _claim(parameter_name, by_pattern)
         claimed.add(pattern)
         where = pattern or role
@@ -135,7 +136,20 @@ def param_groups(
             changed |= cut | _zero_mean(parameter_name, role, own, modules)
         _put((parameter_name, parameter), groups, (where, role), changed, of)
     _check_claimed(by_pattern, claimed)
+    if isinstance(RULES[table["matrix"]["rule"]], MatrixRule):
+        _warn_of_unclear(sum(sized_as_tokens(model, by_name), []), by_pattern)
     return list(groups.values())
+
+
+def _warn_of_unclear(names: Sequence[str], by_pattern: Sequence[tuple[str, Settings]]) -> None:
+    """Warn of matrices that may be the head or a table of tokens, unless a pattern claims one."""
+    if names and not any(_claim(name, by_pattern)[0] for name in names):
+        warnings.warn(
+            f"{', '.join(names[:3])} have as many rows as the table of tokens, and one of them may "
+            "be the head: all are orthogonalised. If one is, write "
+            f'by_pattern=[("{names[-1]}", {{"rule": "adamw"}})], with its name',
+            stacklevel=3,
+        )
 
 
 def _claim(name: str, by_pattern: Sequence[tuple[str, Settings]]) -> tuple[str, Settings]:

@@ -15,26 +15,18 @@ ROLES = ("matrix", "router", "convolution", "embedding", "head", "vector")
 _EMBEDDINGS = nn.Embedding | nn.EmbeddingBag
 _NORMS = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm
 # Parts of the name of a parameter that a module holds directly, such as cls_token or rel_pos_h.
-_EMBEDDING_PARTS = {
-    "embed",
-    "embeds",
-    "embedding",
-    "embeddings",
-    "token",
-    "tokens",
-    "pos",
-    "position",
-    "positional",
-    "table",
-    "wte",
-    "wpe",
-}
+_EMBEDDING_PARTS = set(
+    "embed embeds embedding embeddings token tokens pos position positional table wte wpe "
+    "codebook codebooks".split()
+)
+_NO_TOKENS = re.compile("pos|wpe|type|segment|relative|codebook|cls|reg|mask")  # of other tables
 _NORM_NAME = re.compile(r"(.*_)?(norm|layernorm|layer_norm|ln)(_?\w)?", re.IGNORECASE)
 _GATES = {"gate", "gates", "gating", "wg"}  # names that may choose experts, beside them
-_VECTOR_NAME = re.compile(r"(.*_)?bias(es)?|A_log")  # A_log: decay rates of Mamba
-_HEAD_NAME = re.compile(r"head|lm_head|classifier")
+# A_log: decay rates of Mamba. The others have a number for each block, head or channel.
+_VECTOR_NAME = re.compile(r"(.*_)?(bias(es)?|lambdas?|scales?|scalars?)|A_log")
+_HEAD_NAME = re.compile(r"head|lm_head|classifier|to_logits|unembed(ding)?")
 # These are hidden matrices where they are repeated, as q_head in each block of Funnel Transformers.
-_OTHER_HEAD_NAME = re.compile(r"(?!pre_).*_(head|classifier)|head_dist")
+_OTHER_HEAD_NAME = re.compile(r"(?!pre_).*_(head|classifier)|head_dist|output_layer")
 _OTHER_HEAD_LAYER = re.compile(r"output|score")  # BERT's blocks have modules of several so named
 
 
@@ -43,10 +35,11 @@ def roles(model: nn.Module) -> dict[str, str]:
 
     An embedding is the parameter of an `nn.Embedding`, also where an output layer shares it, and
     one that a module holds under a name such as cls_token or pos_embed. A vector has fewer than two
-    dimensions, or one at most that is longer than 1 (a gate [1, d]), or is a norm's or a bias. The
-    head is the last matrix in a module named head, lm_head, classifier or *_head, or a layer named
-    output or score, and in a model without any of these its last layer, if that is an `nn.Linear`
-    that the model holds itself (fc).
+    dimensions, or one at most that is longer than 1 (a gate [1, d]), or is a norm's, a bias, or
+    named as a scale. The head is the last matrix in a module named head, lm_head, to_logits,
+    classifier or *_head, or a layer named output or score, and in a model without any of these its
+    last layer, if that is an `nn.Linear` that the model holds itself (fc). By its size it is the
+    one layer with as many rows as the table of tokens: see `sized_as_tokens`.
     Weights of convolutions are matrices [out, -1], but those of depthwise ones, which have a filter
     for each channel: vectors. A matrix in a module that is named as a router, or as a gate beside
     experts, is a router. All else is a matrix, or a batch of them.
@@ -57,20 +50,55 @@ def roles(model: nn.Module) -> dict[str, str]:
         if isinstance(each, _EMBEDDINGS):
             owners |= {id(p): each for p in each.parameters(recurse=False)}
     heads = _heads(model)
-    return {
+    found = {
         name: _role(name, parameter, owners[id(parameter)], name in heads, modules)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
+    layers, tables = sized_as_tokens(model, found)
+    if len(layers) == 1:
+        found[layers[0]] = "head"
+    if len(tables) == 1:
+        found[tables[0]] = "embedding"
+    return found
+
+
+def sized_as_tokens(model: nn.Module, found: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return the names of matrices, by roles `found`, that have as many rows as tokens are known.
+
+    That are the layers, unless a head or a tied table has these rows: one of them may be the head.
+    And the raw tables [tokens, d] or [d, tokens], which a module holds by another name than weight.
+    Neither where embeddings differ in rows, so that nobody knows which is of tokens.
+    """
+    named = [each for each in model.named_parameters(remove_duplicate=False) if each[1].ndim == 2]
+    tables = [
+        (name, parameter)
+        for name, parameter in named
+        if found.get(name) == "embedding" and not _NO_TOKENS.search(name)
+    ]
+    if len(sizes := {len(parameter) for _, parameter in tables}) != 1:
+        return [], []
+    [tokens] = sizes
+    heads = [p for name, p in named if found.get(name) == "head" and tokens in p.shape]
+    others = [p for name, p in named if name not in found]  # tied tables have a second name
+    tied = any(p is table for p in others for _, table in tables)
+    layers, raw = [], []
+    for name, parameter in named:
+        if found.get(name) == "matrix" and tokens in parameter.shape:
+            if "weight" not in name.rpartition(".")[2]:
+                raw.append(name)
+            elif len(parameter) == tokens and not heads and not tied:
+                layers.append(name)
+    return layers, raw
 
 
 def looks_like(name: str) -> str | None:
     """Return the role "embedding" or "head" where a parameter's name alone says it, else None."""
     parts = name.split(".")
     last = parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]
-    if _EMBEDDING_PARTS & set(last.split("_")) and "patch" not in last:
+    if last == "W_E" or (_EMBEDDING_PARTS & set(last.split("_")) and "patch" not in last):
         return "embedding"
-    return "head" if _HEAD_NAME.fullmatch(last) else None
+    return "head" if _HEAD_NAME.fullmatch(last) or last == "W_U" else None
 
 
 def _role(
@@ -90,9 +118,9 @@ def _role(
         and _chooses_experts(name, parameter, owner, modules)
     ):
         return "router"
-    if _EMBEDDING_PARTS & set(last.split("_")):
+    if _EMBEDDING_PARTS & set(last.split("_")) or last == "W_E":
         return "embedding"
-    if is_head:
+    if is_head or last == "W_U":
         return "head"
     if sum(size > 1 for size in parameter.shape) < 2 and not isinstance(owner, _ConvNd):
         return "vector"
