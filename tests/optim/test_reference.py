@@ -30,6 +30,8 @@ OPTIONS = [
     {"orthogonalize": "polar-express"},
     {"equilibrate": True},
     {"zero_mean": True},
+    {"orthogonalize": "deepseek-v4", "equilibrate": True},
+    {"orthogonalize": "cubic5"},
     {"orthogonalize": "polar-express", "equilibrate": True},
 ]
 

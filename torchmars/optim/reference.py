@@ -5,9 +5,11 @@ Loshchilov & Hutter, arXiv 1711.05101; Lion, Chen et al., arXiv 2302.06675; Muon
 form, Liu et al., arXiv 2502.16982.
 
 Each rule is a function that makes one step in place. It takes a tensor `x`, its gradient `g` after
-the global clip (see `global_clip`), its state and its settings. The state of a tensor is a dict,
-empty before the first step. All numbers are of the dtype of `x`, which may be any floating-point
-dtype. The functions are slow and know no shards: use them to read, to teach and to test.
+the global clip (see `global_clip`), its state and its settings by name; those that it does not use
+itself go on to what it calls, where their meaning stands. In exact mode `last` is one of them. The
+state of a tensor is a dict, empty before the first step. All numbers are of the dtype of `x`, which
+may be any floating-point dtype. The functions are slow and know no shards: use them to read, to
+teach and to test.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,102 +23,40 @@ from torchmars.optim.settings import Settings
 
 State = dict[str, Tensor]
 Betas = tuple[float, float]
+Options = Settings | None
 
 
-def mars_adamw(
-    x: Tensor,
-    g: Tensor,
-    state: State,
-    *,
-    lr: float,
-    betas: Betas,
-    eps: float,
-    weight_decay: float,
-    **correction: Any,
-) -> None:
-    """Step by AdamW's two moments of the corrected gradient c: v is built from c, not from g.
-
-    `correction`: gamma, clip and in exact mode last, as of `corrected_gradient`.
-    """
-    c = corrected_gradient(g, state, betas[0], **correction)
-    adamw(
-        x,
-        c,
-        state,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
+def mars_adamw(x: Tensor, g: Tensor, state: State, **settings: Any) -> None:
+    """Step by AdamW's two moments of the corrected gradient c: v is built from c, not from g."""
+    adamw(x, corrected_gradient(g, state, **settings), state, **settings)
 
 
-def mars_lion(
-    x: Tensor,
-    g: Tensor,
-    state: State,
-    *,
-    lr: float,
-    weight_decay: float,
-    **correction: Any,
-) -> None:
-    """Set x <- x - lr (sign(m) + weight_decay x), m the momentum of the corrected gradient.
-
-    `correction`: betas, and the others of `corrected_gradient`. So do the next two.
-    """
-    m = corrected_momentum(g, state, **correction)
-    descend(x, m.sign(), lr, weight_decay)
+def mars_lion(x: Tensor, g: Tensor, state: State, **settings: Any) -> None:
+    """Set x <- x - lr (sign(m) + weight_decay x), m the momentum of the corrected gradient."""
+    m = corrected_momentum(g, state, **settings)
+    descend(x, m.sign(), **settings)
 
 
 def mars_shampoo(
-    x: Tensor,
-    g: Tensor,
-    state: State,
-    *,
-    lr: float,
-    weight_decay: float,
-    options: Settings | None = None,
-    **correction: Any,
+    x: Tensor, g: Tensor, state: State, *, options: Options = None, **settings: Any
 ) -> None:
     """Set x <- x - lr (max(1, rows / cols)^(1/2) O(m) + weight_decay x).
 
     `x` is a matrix [rows, cols] or a stack of them, m the momentum of the corrected gradient, O
     that of `orthogonal_direction`, as are the `options`. So do the others with an O.
     """
-    m = corrected_momentum(g, state, **correction)
+    m = corrected_momentum(g, state, **settings)
     rows, cols = x.shape[-2:]
-    direction = max(1.0, rows / cols) ** 0.5 * orthogonal_direction(m, options)
-    descend(x, direction, lr, weight_decay)
+    descend(x, max(1.0, rows / cols) ** 0.5 * orthogonal_direction(m, options), **settings)
 
 
-def mars_m(
-    x: Tensor,
-    g: Tensor,
-    state: State,
-    *,
-    lr: float,
-    weight_decay: float,
-    options: Settings | None = None,
-    **correction: Any,
-) -> None:
-    """Set x <- x - lr (0.2 max(rows, cols)^(1/2) O(m) + weight_decay x).
-
-    `x` is a matrix [rows, cols] or a stack of them, m the momentum of the corrected gradient.
-    """
-    m = corrected_momentum(g, state, **correction)
-    direction = 0.2 * max(x.shape[-2:]) ** 0.5 * orthogonal_direction(m, options)
-    descend(x, direction, lr, weight_decay)
+def mars_m(x: Tensor, g: Tensor, state: State, *, options: Options = None, **settings: Any) -> None:
+    """Set x <- x - lr (0.2 max(rows, cols)^(1/2) O(m) + weight_decay x)."""
+    m = corrected_momentum(g, state, **settings)
+    descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * orthogonal_direction(m, options), **settings)
 
 
-def adamw(
-    x: Tensor,
-    g: Tensor,
-    state: State,
-    *,
-    lr: float,
-    betas: Betas,
-    eps: float,
-    weight_decay: float,
-) -> None:
+def adamw(x: Tensor, g: Tensor, state: State, *, betas: Betas, eps: float, **settings: Any) -> None:
     """Set x <- x - lr (m' / (v'^(1/2) + eps) + weight_decay x), m' and v' without their bias."""
     beta1, beta2 = betas
     zeros = torch.zeros_like(x)
@@ -125,40 +65,25 @@ def adamw(
     v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * g * g
     t = step.item()
     m, v = m / (1 - beta1**t), v / (1 - beta2**t)  # without the bias towards zero
-    descend(x, m / (v.sqrt() + eps), lr, weight_decay)
+    descend(x, m / (v.sqrt() + eps), **settings)
 
 
-def lion(
-    x: Tensor,
-    g: Tensor,
-    state: State,
-    *,
-    lr: float,
-    betas: Betas,
-    weight_decay: float,
-) -> None:
+def lion(x: Tensor, g: Tensor, state: State, *, betas: Betas, **settings: Any) -> None:
     """Step by the sign of an average of m and g; m becomes an average with other weights."""
     beta1, beta2 = betas
     m = state.get("exp_avg", torch.zeros_like(x))
-    descend(x, (beta1 * m + (1 - beta1) * g).sign(), lr, weight_decay)
+    descend(x, (beta1 * m + (1 - beta1) * g).sign(), **settings)
     state["exp_avg"] = beta2 * m + (1 - beta2) * g
 
 
 def muon(
-    x: Tensor,
-    g: Tensor,
-    state: State,
-    *,
-    lr: float,
-    betas: Betas,
-    weight_decay: float,
-    options: Settings | None = None,
+    x: Tensor, g: Tensor, state: State, *, betas: Betas, options: Options = None, **settings: Any
 ) -> None:
     """Step by the orthogonalised Nesterov momentum (decay betas[0]), with the scale of `mars_m`."""
     mu, _ = betas
     buffer = mu * state.get("momentum_buffer", torch.zeros_like(x)) + g
     o = orthogonal_direction((1 - mu) * (g + mu * buffer), options)
-    descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * o, lr, weight_decay)
+    descend(x, 0.2 * max(x.shape[-2:]) ** 0.5 * o, **settings)
     state["momentum_buffer"] = buffer
 
 
@@ -184,10 +109,12 @@ def global_clip(gradients: Sequence[Tensor], max_grad_norm: float) -> list[Tenso
 def corrected_gradient(
     g: Tensor,
     state: State,
-    beta1: float,
+    *,
+    betas: Betas,
     gamma: float,
     clip: float | None,
     last: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     """Return the clipped, variance-reduced gradient (MARS, equation 4.2).
 
@@ -202,15 +129,15 @@ def corrected_gradient(
     if g.ndim == 3 and len(g) > 1:
         h = h.where(g != 0, 0)
     state["last_grad"] = g.clone()
-    c = g + gamma * beta1 / (1 - beta1) * (g - h)
+    c = g + gamma * betas[0] / (1 - betas[0]) * (g - h)
     if clip is not None:
         c = c * (clip / torch.linalg.vector_norm(c)).clamp(max=1.0)
     return c
 
 
-def corrected_momentum(g: Tensor, state: State, betas: Betas, **correction: Any) -> Tensor:
+def corrected_momentum(g: Tensor, state: State, *, betas: Betas, **settings: Any) -> Tensor:
     """Return the first moment of the corrected gradient, m <- b1 m + (1 - b1) c."""
-    c = corrected_gradient(g, state, betas[0], **correction)
+    c = corrected_gradient(g, state, betas=betas, **settings)
     state["exp_avg"] = betas[0] * state.get("exp_avg", torch.zeros_like(g)) + (1 - betas[0]) * c
     return state["exp_avg"]
 
@@ -218,8 +145,7 @@ def corrected_momentum(g: Tensor, state: State, betas: Betas, **correction: Any)
 def orthogonal_direction(m: Tensor, options: Settings | None = None) -> Tensor:
     """Return each matrix of `m` with its singular values mapped near 1, as `options` say.
 
-    `options` are the settings `orthogonalize`, `zero_mean` and `equilibrate` of matrix rules. Here
-    `orthogonalize` may also be "svd": exactly 1, what all methods come near to.
+    `options` are the settings `orthogonalize`, `zero_mean` and `equilibrate` of matrix rules. Here `orthogonalize` may be "svd" too: the polar factor itself.
     """
     given = {"orthogonalize": "newton-schulz"} | (options or {})
     rows, cols = m.shape[-2:]
@@ -228,14 +154,21 @@ def orthogonal_direction(m: Tensor, options: Settings | None = None) -> Tensor:
     if given.get("equilibrate"):
         of_rows = torch.linalg.vector_norm(m, dim=-1, keepdim=True)
         m = m / of_rows.where(of_rows > 0, 1) * norm_of_each(m) / rows**0.5
-    if given["orthogonalize"] == "svd":
+    o = orthogonalized(m, given["orthogonalize"])
+    return o * min(rows, cols) ** 0.5 / norm_of_each(o) if given.get("equilibrate") else o
+
+
+def orthogonalized(m: Tensor, method: str) -> Tensor:
+    """Return each matrix of `m` after the polynomials of `method`, or its polar factor."""
+    if method == "svd":
         left, _, right = torch.linalg.svd(m, full_matrices=False)
-        o = left @ right
-    else:
-        o = ORTHOGONALIZERS[given["orthogonalize"]](m.reshape(-1, rows, cols)).view_as(m)
-    if given.get("equilibrate"):
-        o = o * min(rows, cols) ** 0.5 / norm_of_each(o)
-    return o
+        return left @ right
+    iteration = ORTHOGONALIZERS[method]
+    x = m / (iteration.margin * torch.linalg.vector_norm(m, dim=(-2, -1), keepdim=True) + 1e-7)
+    for a, b, c in iteration.polynomials:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
 
 
 def norm_of_each(m: Tensor) -> Tensor:
@@ -244,6 +177,6 @@ def norm_of_each(m: Tensor) -> Tensor:
     return norms.where(norms > 0, 1)
 
 
-def descend(x: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
+def descend(x: Tensor, direction: Tensor, *, lr: float, weight_decay: float, **_: Any) -> None:
     """Set x <- x - lr (direction + weight_decay x)."""
     x.sub_(lr * (direction + weight_decay * x))
