@@ -83,41 +83,29 @@ class MARS(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`.
-            A group may set each of the arguments from `lr` to `split`, those of `settings`, and a
-            name for itself, `role`.
+            A group may set lr to clip and those of `settings`, and a name for itself, `role`.
         lr: learning rate; None: the default of the rule, as in `param_groups`.
         betas: decay of the momentum and of the second moment (for "lion": of the update and of the
             momentum); None: the default of the rule. They may follow a schedule.
-        eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         rule: one of `rules.RULES`.
         gamma: strength of the variance reduction; 0 leaves the gradient as it is.
-        gamma_next: gamma of the step after this one, where it follows a schedule; None: the same.
-        clip: norm to which each tensor's corrected gradient is clipped; None switches it off. The
-            rules other than mars-adamw then need no last gradient: one buffer is enough.
-        flatten: matrix rules: see three-dimensional parameters as one matrix [out, -1]
-            (convolutions), not as a batch (experts).
-        split: matrix rules: number of parts, or their rows, that a matrix is cut into before it is
-            orthogonalised (fused QKV).
+        clip: norm to which each tensor's corrected gradient is clipped. None switches it off: rules
+            other than mars-adamw then keep one buffer, without the last gradient.
         max_grad_norm: clip the global norm of all gradients first; None switches it off.
             `grad_norm` is the norm before.
         exact: take h from `look_ahead` instead of the last step: this batch's gradient at the last
             weights.
-        momentum_dtype: dtype to keep the momentum (the first moment) in; None: the parameter's.
-            torch.bfloat16 halves it.
+        momentum_dtype: dtype of the first moment; None: the parameter's. torch.bfloat16 halves it.
         last_grad_dtype: the same of the last gradient.
-        matrix_dtype: in which matrices travel and are orthogonalised: "bfloat16", "float32", or a
-            torch.dtype. "auto": bfloat16 where all ranks of the mesh have instructions for it, else
-            float32. DDP's replicas are not asked: where their CPUs differ, do not leave it at
-            "auto".
-        compile: fuse the work on each tensor into one kernel by torch.compile; None: for large
-            models, where a compiler is found. A GPU has one kernel by Triton for all tensors,
-            where that is installed and `compile` is not False.
-        norm_group: ranks that have *different* parts of the model, such as the stages of a pipeline
-            or the partitions of `ZeroRedundancyOptimizer`. The global clip, `grad_norm`,
-            `telemetry` and the verdict on a step are then those of all parts together. A step makes
-            one more all-reduce, of one number, and `telemetry` becomes collective.
-        settings: other settings that some rules declare.
+        matrix_dtype: dtype in which matrices travel and are orthogonalised. "auto": bfloat16 where
+            all ranks of the mesh multiply it by instruction, else float32.
+        compile: fuse the work on each tensor by torch.compile; None: for large models, where a
+            compiler is found. False: also without the kernels by Triton that GPUs have.
+        norm_group: ranks with *different* parts of the model, such as stages of a pipeline, whose
+            norm, clip and verdict are then one. `telemetry` becomes collective.
+        settings: others that rules declare: `eps`, `gamma_next` (gamma of the next step, where it
+            has a schedule), `flatten`, `split` and more, each with a sentence in `settings.py`.
 
     Raises `ValueError` for a value out of range and for an unknown key of a group, and `TypeError`
     for an unknown argument, each with its name. Warns where a matrix rule is given an embedding or
@@ -129,15 +117,11 @@ class MARS(torch.optim.Optimizer):
         params: Iterable[Any],
         lr: float | None = None,
         betas: tuple[float, float] | None = None,
-        eps: float = EPS.default,
-        weight_decay: float = 0.0,
         *,
+        weight_decay: float = 0.0,
         rule: str = "mars-adamw",
         gamma: float = GAMMA.default,
-        gamma_next: float | None = GAMMA_NEXT.default,
         clip: float | None = CLIP.default,
-        flatten: bool = FLATTEN.default,
-        split: int | tuple[int, ...] = SPLIT.default,
         max_grad_norm: float | None = None,
         exact: bool = False,
         momentum_dtype: torch.dtype | None = None,
@@ -164,8 +148,11 @@ class MARS(torch.optim.Optimizer):
         self.skipped = torch.zeros(3, dtype=torch.int64)
         self._telemetry: list[GroupTelemetry] = []  # of the last step
         given = checked_params(params)
-        settings |= dict(rule=rule, eps=eps, weight_decay=weight_decay, flatten=flatten)
-        settings |= dict(gamma=gamma, gamma_next=gamma_next, clip=clip, split=split)
+        settings |= dict(rule=rule, weight_decay=weight_decay, gamma=gamma, clip=clip)
+        # Groups of all rules have these.
+        settings = {
+            each.name: each.default for each in (EPS, GAMMA_NEXT, FLATTEN, SPLIT)
+        } | settings
         settings |= {key: each for key, each in (("lr", lr), ("betas", betas)) if each is not None}
         self._given = list(settings)  # what else a group has follows from its rule
         by_rule = {key: RULES[rule].defaults[key] for key in ("lr", "betas")}

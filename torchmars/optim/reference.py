@@ -145,7 +145,8 @@ def corrected_momentum(g: Tensor, state: State, *, betas: Betas, **settings: Any
 def orthogonal_direction(m: Tensor, options: Settings | None = None) -> Tensor:
     """Return each matrix of `m` with its singular values mapped near 1, as `options` say.
 
-    `options` are the settings `orthogonalize`, `zero_mean` and `equilibrate` of matrix rules. Here `orthogonalize` may be "svd" too: the polar factor itself.
+    `options` are the settings `orthogonalize`, `zero_mean` and `equilibrate` of matrix rules.
+    Here `orthogonalize` may be "svd" too: the polar factor itself.
     """
     given = {"orthogonalize": "newton-schulz"} | (options or {})
     rows, cols = m.shape[-2:]
