@@ -1,10 +1,9 @@
 """The learning rate as a function of the step."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 from torchmars.config.fields import Amount, Count, require
-from torchmars.core.bounds import Range
 
 
 @dataclass(frozen=True)
@@ -18,22 +17,18 @@ class ScheduleConfig:
     """Steps of linear warmup from 0."""
     decay_steps: Count | None = None
     """wsd: steps of the final decay. Default: a fifth of the run."""
-    power: Annotated[float, Range(0.01, 100)] = 1.0
-    """linear, wsd: the decay is 1 - t^power, t from 0 to 1. 1 is a line, 0.5 one minus the square
-    root."""
+    power: Amount = 1.0
+    """linear, wsd: the decay is 1 - t^power, t from 0 to 1: a line, or with 0.5 1 - sqrt."""
     min_lr: Amount = 0.0
     """Learning rate at the end of the decay, an absolute value."""
 
     def check(self) -> None:
         """Raise `UserError` for settings that do not go together."""
-        require(
-            self.name == "wsd" or self.decay_steps is None,
-            f'schedule.decay_steps has no meaning for schedule.name = "{self.name}": remove it',
-        )
-        require(
-            self.name in ("linear", "wsd") or self.power == 1,
-            f'schedule.power has no meaning for schedule.name = "{self.name}": remove it',
-        )
+        given = {"decay_steps": self.decay_steps is not None and self.name != "wsd"}
+        given["power"] = self.power != 1 and self.name not in ("linear", "wsd")
+        for key, wrong in given.items():
+            why = f'schedule.{key} has no meaning for schedule.name = "{self.name}": remove it'
+            require(not wrong, why)
 
     def resolve(self, steps: int) -> "ScheduleConfig":
         """Return the section for a run of `steps` steps; decay_steps is None except for wsd."""
@@ -42,10 +37,7 @@ class ScheduleConfig:
         return self
 
     def warning(self, steps: int) -> str:
-        """Return in a line that its lengths do not fit a run of `steps` steps; nothing if they do.
-
-        `steps` is training.steps, and the section is resolved.
-        """
+        """Return in a line that its lengths, resolved, do not fit training.steps; else nothing."""
         warmup, decay = self.warmup_steps, self.decay_steps or 0
         run = f"training.steps = {steps:,}"
         if warmup >= steps and not (warmup == steps and self.name == "constant"):
@@ -58,7 +50,6 @@ class ScheduleConfig:
         if decay and warmup + decay > steps:
             return (
                 f"schedule.warmup_steps = {warmup:,} and schedule.decay_steps = {decay:,} are "
-                f"longer than {run} together: the decay has {steps - warmup:,} steps: lower one of "
-                "them"
+                f"longer than {run} together: the decay has {steps - warmup:,} steps: lower one"
             )
         return ""
