@@ -52,7 +52,7 @@ def test_one_run(run, tmp_path):
 def test_all_of_a_run(run):
     found = texts(runs_figure([run], every=True))
     assert {*MAIN, "Gradient norm", "Time of a step (ms)", "data", "forward"} <= set(found)
-    assert "matrix/cosine" in found and "Skipped steps so far" not in found
+    assert "matrix/correction" in found and "Skipped steps so far" not in found
 
 
 def test_one_point_is_no_panel(tmp_path):

@@ -48,6 +48,7 @@ def made_row(step: int, steps: int, noise: np.ndarray, seed: int) -> dict[str, f
     row["train/grad_norm"] = (0.4 + 3 / math.sqrt(step)) * math.exp(0.3 * noise[2])
     for role in ("embedding", "matrix", "vector"):
         row[f"train/{role}/grad_norm"] = row["train/grad_norm"] / 2
+        row[f"train/{role}/correction"] = 1
     row |= {"train/matrix/clipped": 0.1, "train/matrix/cosine": 0.2 + 0.1 * noise[3]}
     return row | {f"train/{phase}_ms": 20 + 5 * abs(noise[1]) for phase in PHASES}
 
