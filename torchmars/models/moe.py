@@ -78,6 +78,7 @@ class Router(nn.Module):
         # No nn.Linear: such layers are computed in float8 where that is asked for.
         self.weight = nn.Parameter(torch.empty(experts, width))
         self.register_buffer("bias", torch.zeros(experts) if sigmoid else None)
+        self.is_softmax = not sigmoid  # `param_groups` asks for it
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and numbers of the experts that tokens `x` [tokens, width] use.
