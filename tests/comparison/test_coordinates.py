@@ -14,7 +14,7 @@ from torchmars.comparison.sizes import check_sizes
 from torchmars.config import TransferConfig
 from torchmars.config.load import config_of
 from torchmars.core.errors import UserError
-from torchmars.optim import kernels
+from torchmars.optim import compiling, passes
 from torchmars.optim.rules import RULES
 
 LLAMA = {"name": "llama", "size": "nano", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_kv_head": 2}
@@ -77,8 +77,8 @@ def test_and_up_to_512_under_every_rule(model, rule):
 
 def test_nothing_is_compiled_for_a_few_steps(monkeypatch):
     """Of matrices of which a run's optimizer would compile its kernels."""
-    monkeypatch.setattr(kernels, "MIN_MODEL_TO_COMPILE", 0)
-    monkeypatch.setattr(kernels, "_compiled", None)  # what is compiled is asked for there
+    monkeypatch.setattr(compiling, "MIN_MODEL_TO_COMPILE", 0)
+    monkeypatch.setattr(passes, "_compiled", None)  # what is compiled is asked for there
     large = replace(config("gpt2", "muon"), transfer=TransferConfig())
     assert measured(sized(large, 512, 1), 1)["residual stream"] > 0
 

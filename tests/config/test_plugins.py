@@ -21,10 +21,12 @@ from torchmars.optim.settings import BETAS, EPS, LR, MATRIX_SETTINGS, WEIGHT_DEC
 class Mine(ElementwiseRule):
     name = "mine"
     settings = (LR.of(0.1), BETAS.of((0.9, 0.9)), EPS, WEIGHT_DECAY.of(0.1))
-    def buffers(self, clip, exact):
+    def buffers(self, clip, exact, stacks):
         return ("exp_avg",)
-    def update(self, group, step):
-        pass
+    def momentum(self, old, c, f):
+        return old
+    def direction(self, old, new, c, f):
+        return c
 """
 MODEL = """
 from torchmars.config.model import MODELS
@@ -99,7 +101,7 @@ def test_ctrl_c_is_not_taken_for_an_error_of_it(plugin):
         (f"{RULE}del Mine.settings\nRULES['mine'] = Mine()", "must have settings"),
         (f"{RULE}Mine.settings = (LR.of(1),)\nRULES['mine'] = Mine()", "betas, eps, weight_decay"),
         (f"{RULE}Mine.buffers = lambda *a: 'exp_avg'\nRULES['mine'] = Mine()", "tuple of names"),
-        (f"{RULE.replace('def update', 'def step')}RULES['mine'] = Mine()", "abstract method"),
+        (f"{RULE.replace('def momentum', 'def step')}RULES['mine'] = Mine()", "abstract method"),
         (f"{RULE}RULES['adamw'] = Mine()", "RULES['adamw'] is there already"),
         *(
             (f"{KIND}KINDS['mine'] = {entry}", "KINDS['mine'] must be a SourceKind")

@@ -20,7 +20,7 @@ from torchmars.config import (
 from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, param_groups
-from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
+from torchmars.optim.matrices.orthogonal import ORTHOGONALIZERS
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.loss import chunk_tokens, mean_loss
 from torchmars.parallel.parallel_model import ParallelModel

@@ -20,7 +20,7 @@ from tests.support import commands
 from tests.support.tiny import tiny_tables, write_config, write_text
 from torchmars.checkpoint.folder import checkpoints, step_of
 from torchmars.config.load import config_from_tables
-from torchmars.optim.kernels import can_compile
+from torchmars.optim.compiling import can_compile
 from torchmars.records.gpus import GIB
 
 FAILS = """

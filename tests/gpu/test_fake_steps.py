@@ -6,7 +6,7 @@ import pytest
 
 from tests.support import fake_cuda
 from tests.support.full import full_but, selected
-from torchmars.optim.kernels import has_triton
+from torchmars.optim.compiling import has_triton
 from torchmars.optim.rules import RULES, MatrixRule
 
 LAYERS, VOCABULARY = 2, 512
@@ -115,7 +115,7 @@ def tables(model, rule, layout, technique):
 
 def has_kernels(technique):
     """Whether the optimizer has kernels by Triton for all that it does."""
-    return has_triton() and technique not in ("without Triton", "exact")
+    return has_triton() and technique != "without Triton"
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +151,10 @@ def test_a_step_waits_for_nothing_and_starts_no_more_than_it_did(
     times = 2 if technique == "exact" else 1
     assert len(passes["to_device"]) <= of_each * times * step["microbatches"], passes["to_device"]
     assert all("batches.py" in each for each in passes["to_device"]), passes["to_device"]
-    # Where gradients are, and settings.
-    assert len(optimizer["to_device"]) <= has_kernels(technique)
+    # Where gradients are, and settings. In exact mode those of two passes, and where last gradients
+    # are in each second step: rows and pieces, sent once.
+    most = 4 if technique == "exact" else 1
+    assert len(optimizer["to_device"]) <= most * has_kernels(technique)
 
     # All is eager but for the optimizer's kernels of large tensors, which are one each.
     layers = LAYERS // 2 if layout == "PP 2" else LAYERS  # of this rank
@@ -170,7 +172,7 @@ def test_a_step_waits_for_nothing_and_starts_no_more_than_it_did(
         # A bucket of matrices has two of its own; with replicas one more for each.
         launched = optimizer["launched"]
         of_all = {name: n for name, n in launched.items() if name not in ("pack", "step_along")}
-        assert sum(of_all.values()) <= 7, of_all
+        assert sum(of_all.values()) <= times * 7, of_all
         assert optimizer["kernels"] == 0
         if not isinstance(RULES[rule], MatrixRule) and not technique:
             # Beside them a copy and an all-reduce; where there are replicas, some more.

@@ -99,7 +99,7 @@ ULP = 2.0**-23
 @pytest.mark.parametrize("offset", [0, 1, 2])
 def test_steps_are_those_of_a_cpu(rule, offset):
     optimizer = optimized(rule, DEVICE, offset)
-    assert not ON_GPU or optimizer.kernels is not None
+    assert not ON_GPU or optimizer.launcher is not None
     wanted = numbers_on_cpu(rule)
     # The iteration of Newton and Schulz makes more of the last place, on each device another.
     matrices = isinstance(RULES[rule], MatrixRule)
@@ -165,7 +165,7 @@ def test_state_that_moves_is_followed():
 def test_a_captured_graph_takes_the_passes():
     if not ON_GPU:
         pytest.skip("graphs are captured on GPUs")
-    from torchmars.optim.gpu.launches import is_capturing
+    from torchmars.optim.compiling import is_capturing
 
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert is_capturing(DEVICE)

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.gpu.models import Loop, ours, plain
 from torchmars.config import ModelConfig, ParallelismConfig
 from torchmars.optim import mars
-from torchmars.optim.matrices import owners, traffic
+from torchmars.optim.matrices import agreement, exchange, owners
 from torchmars.parallel import fsdp, graphs
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
@@ -66,18 +66,17 @@ def units_of(ranks: int) -> int:
 def forced() -> list[Forced]:
     """Return all that is forced."""
     return [
-        Forced(mars, "has_kernels", lambda device: True),
+        Forced(mars, "has_launches", lambda device: True),
         Forced(graphs, "MOST_BLOCKS", {"cpu": graphs.MOST_BLOCKS["cuda"]}),
         # As many units, buckets and batches as GPT-2 small has.
         Forced(fsdp, "ONE_UNIT_BYTES", -1),
         Forced(fsdp, "UNIT_BYTES", {"cpu": int(fsdp.UNIT_BYTES["cuda"] * NARROWER)}),
         Forced(owners, "BUCKET_ELEMENTS", int(owners.BUCKET_ELEMENTS * NARROWER)),
-        Forced(traffic, "BATCH_OF_CPU_THREAD", int(traffic.BATCH_ELEMENTS * NARROWER)),
+        Forced(exchange, "BATCH_OF_CPU_THREAD", int(exchange.BATCH_ELEMENTS * NARROWER)),
         # Their launches cost the host as much in any dtype, and a CPU computes longest in bfloat16.
-        Forced(traffic, "multiplies_bfloat16", lambda device: False),
+        Forced(agreement, "multiplies_bfloat16", lambda device: False),
         # There is one rank, and nobody to agree with.
-        Forced(traffic, "check_same_plan", lambda *_: None),
-        Forced(traffic, "on_all_ranks", lambda here, *_: here),
+        Forced(agreement, "_least", lambda values, *_: values),
     ]
 
 

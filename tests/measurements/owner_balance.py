@@ -11,11 +11,9 @@ import time
 
 from torch.distributed.tensor import Shard
 
-from torchmars.optim.matrices.buckets import rank_bucket
-from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
-from torchmars.optim.matrices.owners import plan_buckets
-from torchmars.optim.matrices.shapes import MatrixShape
-from torchmars.optim.matrices.tiles import blocks_of_shards
+from torchmars.optim.matrices.orthogonal import ORTHOGONALIZERS
+from torchmars.optim.matrices.owners import plan_buckets, rank_bucket
+from torchmars.optim.matrices.shapes import MatrixShape, extents_of_shards
 from torchmars.optim.meshes import MeshPlace
 
 RANKS = (2, 8, 64, 512)
@@ -71,10 +69,10 @@ def main() -> None:
                 loads: dict[int, int] = {}
                 coordinates = [[rank] for rank in range(ranks)]
                 place = MeshPlace(list(range(ranks)), (ranks,), coordinates, 0, 0, None, None)
-                blocks = blocks_of_shards(shapes, [(Shard(0),)] * len(shapes), place)
-                plan = plan_buckets(shapes, blocks, flops, range(ranks), loads)
+                extents = extents_of_shards(shapes, [(Shard(0),)] * len(shapes), place)
+                plan = plan_buckets(shapes, extents, flops, range(ranks), loads)
                 for planned in plan:
-                    rank_bucket(planned, blocks, place)
+                    rank_bucket(planned, extents, place)
                 seconds = time.process_time() - began
                 cells.append(f"{max(loads.values()) * ranks / sum(loads.values()):.2f}")
             units = [units for planned in plan for units, _ in planned.owners]

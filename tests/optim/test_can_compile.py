@@ -8,9 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from torchmars.optim.gpu.choice import has_kernels
-from torchmars.optim.gpu.launches import sums_in_float64
-from torchmars.optim.kernels import can_compile
+from torchmars.optim.compiling import can_compile, has_launches
+
+launches = pytest.importorskip("torchmars.optim.gpu.launches")
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -65,5 +65,5 @@ def test_a_gpu_needs_headers_a_compiler_and_triton(machine, lacks, cpu):
 )
 def test_a_gpu_has_kernels_if_it_computes_in_bfloat16(machine, capability, kernels, in_float64):
     machine(capability=capability)
-    assert has_kernels(GPU) == kernels and not has_kernels(CPU)
-    assert sums_in_float64(GPU) == in_float64
+    assert has_launches(GPU) == kernels and not has_launches(CPU)
+    assert launches.sums_in_float64(GPU) == in_float64

@@ -45,7 +45,7 @@ def counted(shape, placements, rule, matrix_dtype):
     names = {
         str(name).split(".")[-1].strip("_"): count for name, count in mode.get_comm_counts().items()
     }
-    home = [bucket.home for traffic in optimizer.plans.traffic for bucket in traffic.buckets]
+    home = [bucket.home for traffic in optimizer.plans.matrices for bucket in traffic.buckets]
     return names, sent, len(calls), (home.count(True), home.count(False))
 
 
@@ -160,7 +160,7 @@ def in_buckets(elements):
     owners.BUCKET_ELEMENTS = elements
     parameters = sharded(init_device_mesh("cpu", (2,)), [Shard(0)])
     optimizer = take_steps(parameters, "mars-m")
-    return whole(parameters), len(optimizer.plans.traffic[0].buckets)
+    return whole(parameters), len(optimizer.plans.matrices[0].buckets)
 
 
 def test_buckets_that_travel_while_others_are_computed_change_nothing():
@@ -215,7 +215,7 @@ def agreed(asked):
         for each in asked:
             try:
                 optimizer = MARS(parameters, rule="mars-m", matrix_dtype=each[dist.get_rank()])
-                answers.append(optimizer.plans.traffic[0].dtype)
+                answers.append(optimizer.plans.matrices[0].dtype)
             except RuntimeError:
                 answers.append("differ")
     return answers

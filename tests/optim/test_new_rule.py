@@ -4,28 +4,27 @@ import subprocess
 import sys
 
 RULE = """
-from torchmars.optim.rules.rule import ElementwiseRule
+from torchmars.optim.rules import ElementwiseRule
 from torchmars.optim.settings import BETAS, EPS, LR, WEIGHT_DECAY, Number
 
 class Signs(ElementwiseRule):
     name = "signs"
-    settings = (
-        LR.of(0.5), BETAS.of((0.0, 0.0)), EPS, WEIGHT_DECAY.of(0.0),
-        Number("threshold", "Entries of the gradient below it are left out.", 0.25),
-    )
+    own = (Number("threshold", "Entries of the gradient below it are left out.", 0.25),)
+    settings = (LR.of(0.5), BETAS.of((0.0, 0.0)), EPS, WEIGHT_DECAY.of(0.0), *own)
 
-    def buffers(self, clip, exact):
+    def buffers(self, clip, exact, stacks):
         return ("exp_avg",)
 
-    def update(self, group, step):
-        for x, g in zip(group.weights, group.grads):
-            large = g.abs() > group.settings["threshold"]
-            x.sub_(group.settings["lr"] * g.sign() * large * step.applied)
+    def momentum(self, old, c, f):
+        return old
+
+    def direction(self, old, new, c, f):
+        return c.sign() * (c.abs() > f.own["threshold"])
 """
 USE = """
 import signs
 from torchmars.optim import rules
-rules.RULES["signs"] = signs.Signs()  # a line of rules/__init__.py
+rules.RULES["signs"] = signs.Signs()  # a line of rules.py
 
 import torch
 from torchmars.config import OptimizerConfig

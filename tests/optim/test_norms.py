@@ -15,8 +15,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.optim.reference import gradients
 from tests.support.ranks import run_ranks
 from tests.support.steps import starts, whole
-from torchmars.optim import MARS, reduction
-from torchmars.optim.kernels import inner_products
+from torchmars.optim import MARS, passes
+from torchmars.optim.passes import inner_products
 
 SHAPES = [(8, 6), (6, 8), (4, 4), (8, 8)]
 RULES = ("mars-adamw", "mars-m", "adamw", "muon")
@@ -112,7 +112,7 @@ def drifting():
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() >= 2:
             patch.setattr(
-                reduction,
+                passes,
                 "inner_products",
                 lambda *given: inner_products(*given) * (1 + torch.finfo(torch.float32).eps),
             )

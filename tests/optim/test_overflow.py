@@ -71,6 +71,19 @@ def test_a_large_gradient_is_clipped_and_not_skipped(rule):
     assert not any(map(torch.equal, parameters, before))
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_large_gradient_without_a_clip_is_skipped(rule):
+    """Its square is no number of float32, of which second moments are."""
+    parameters, optimizer = build(rule, max_grad_norm=None)
+    for size in (1e18, 1e20):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, size)
+        optimizer.step()
+    give(parameters, 7)
+    optimizer.step()
+    assert finite(optimizer) and report(optimizer)["skipped_steps"] == 1
+
+
 @pytest.mark.parametrize("rule", CORRECTED)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_last_grads_start_with_the_first_step_that_counts(rule, bad):

@@ -10,12 +10,10 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torchmars.optim.matrices import owners
-from torchmars.optim.matrices.buckets import rank_bucket
-from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
-from torchmars.optim.matrices.owners import plan_buckets
-from torchmars.optim.matrices.shapes import MatrixShape, units_of
-from torchmars.optim.matrices.tiles import blocks_of_shards, tile_of
-from torchmars.optim.matrices.traffic import batches
+from torchmars.optim.matrices.exchange import batches
+from torchmars.optim.matrices.orthogonal import ORTHOGONALIZERS
+from torchmars.optim.matrices.owners import plan_buckets, rank_bucket
+from torchmars.optim.matrices.shapes import MatrixShape, block_of, extents_of_shards, units_of
 from torchmars.optim.meshes import MeshPlace
 
 FLOPS = ORTHOGONALIZERS["newton-schulz"].flops
@@ -33,9 +31,9 @@ def place_of(mesh, replicas=1, rank=0):
 
 
 def planned(shapes, placements, place, loads=None):
-    blocks = blocks_of_shards(shapes, [placements] * len(shapes), place)
+    extents = extents_of_shards(shapes, [placements] * len(shapes), place)
     found = {} if loads is None else loads
-    return plan_buckets(shapes, blocks, FLOPS, place.ranks, found), blocks
+    return plan_buckets(shapes, extents, FLOPS, place.ranks, found), extents
 
 
 def one_by_one(shapes, ranks):
@@ -104,15 +102,15 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_ranks_send_receive_and_compute_fits(name):
-    """Every tile of every rank comes to the owner of its matrix, in the order that it expects."""
+    """Every block of every rank comes to the owner of its matrix, in the order that it expects."""
     shapes, placements, mesh, replicas, home = CASES[name]
     ranks = math.prod(mesh) * replicas
     plans, buckets = [], []
     for rank in range(ranks):
         place = place_of(mesh, replicas, rank)
-        plan, blocks = planned(shapes, placements, place)
+        plan, extents = planned(shapes, placements, place)
         plans.append(plan)
-        buckets.append([rank_bucket(each, blocks, place) for each in plan])
+        buckets.append([rank_bucket(each, extents, place) for each in plan])
     assert all(plan == plans[0] for plan in plans)
     assert {bucket.home for bucket in plans[0]} == {home}
     owned = Counter()
@@ -126,8 +124,8 @@ def test_what_ranks_send_receive_and_compute_fits(name):
         for rank, bucket in enumerate(of_ranks):
             assert bucket.travels == (not home or replicas > 1)
             if home:
-                assert not bucket.outgoing.tiles and not bucket.incoming.tiles
-                assert all(tile.is_whole for tiles in bucket.by_replica for tile in tiles)
+                assert not bucket.outgoing.blocks and not bucket.incoming.blocks
+                assert all(block.is_whole for blocks in bucket.by_replica for block in blocks)
                 continue
             replica, shard = divmod(rank, shards)
             for peer in range(shards):
@@ -151,10 +149,10 @@ TWO_KINDS = [MatrixShape((40, 8), split=(6, 4) * 4, per_head=True)]
 )
 def test_heads_that_a_shard_has_whole_stay_there(shapes, mesh, replicas, cut):
     place = place_of(mesh, replicas)
-    plan, blocks = planned(shapes, (Shard(0),), place)
+    plan, extents = planned(shapes, (Shard(0),), place)
     found = {
         home: {
-            units.row: owner % len(blocks[0])
+            units.row: owner % len(extents[0])
             for bucket in plan
             if bucket.home == home
             for units, owner in bucket.owners
@@ -172,27 +170,27 @@ def test_heads_that_a_shard_has_whole_stay_there(shapes, mesh, replicas, cut):
 @pytest.mark.parametrize("shards", [1, 3, 2, 12])
 def test_the_heads_of_a_rank_are_one_tile_where_no_shard_cuts_one(shards, flatten):
     shape = replace(HEADS[0], flatten=flatten)
-    [blocks] = blocks_of_shards([shape], [(Shard(0),)], place_of((shards,), 1))
-    stack, of_stack = shape.as_stack(blocks)
+    [extents] = extents_of_shards([shape], [(Shard(0),)], place_of((shards,), 1))
+    stack, of_stack = shape.as_stack(extents)
     if shards in (2, 12):  # 18 rows, or 3, where a head has 4
-        assert (stack, of_stack) == (shape, blocks)
+        assert (stack, of_stack) == (shape, extents)
         return
     [units] = units_of(0, stack)
     assert units.shape == (4, 8) and units.length == 9
-    for block, within in zip(blocks, of_stack):
-        heads = [tile for each in units_of(0, shape) if (tile := tile_of(each, block))]
-        tile = tile_of(units, within)
-        assert [each.start for each in tile.cut(1)] == [each.start for each in heads]
-        assert tile.is_whole and tile.numel == sum(each.numel for each in heads)
+    for extent, within in zip(extents, of_stack):
+        heads = [block for each in units_of(0, shape) if (block := block_of(each, extent))]
+        block = block_of(units, within)
+        assert [each.start for each in block.cut(1)] == [each.start for each in heads]
+        assert block.is_whole and block.numel == sum(each.numel for each in heads)
 
 
 def parcel(packing, peer):
-    """Return the tiles of a packing for or from a peer, as (units, first, rows, columns)."""
+    """Return the blocks of a packing for or from a peer, as (units, first, rows, columns)."""
     ends = [0, *itertools.accumulate(packing.elements)]
-    begins = [0, *itertools.accumulate(tile.numel for tile in packing.tiles)]
+    begins = [0, *itertools.accumulate(block.numel for block in packing.blocks)]
     return [
-        (tile.units, tile.first, tile.length, tile.rows, tile.cols)
-        for tile, begin in zip(packing.tiles, begins)
+        (block.units, block.first, block.length, block.rows, block.cols)
+        for block, begin in zip(packing.blocks, begins)
         if ends[peer] <= begin < ends[peer + 1]
     ]
 
@@ -236,12 +234,12 @@ def test_buckets_at_home_are_as_large_for_each_shard(monkeypatch):
 
 def test_batches_are_cut_from_runs():
     place = place_of((2,))
-    plan, blocks = planned([MatrixShape((14, 4, 8)), MatrixShape((4, 8, 4))], (Shard(0),), place)
-    bucket = rank_bucket(plan[0], blocks, place)
-    (tiles,) = bucket.by_replica
+    plan, extents = planned([MatrixShape((14, 4, 8)), MatrixShape((4, 8, 4))], (Shard(0),), place)
+    bucket = rank_bucket(plan[0], extents, place)
+    (blocks,) = bucket.by_replica
     found = [
-        [(tile.first, tile.length, tile.start) for tile in batch]
-        for batch in batches(tiles, 4 * 32)
+        [(block.first, block.length, block.start) for block in batch]
+        for batch in batches(blocks, 4 * 32)
     ]
     assert found == [[(0, 4, 0)], [(4, 3, 128)], [(0, 2, 0)]]
-    assert [len(batch) for batch in batches(tiles, 1)] == [1] * 9
+    assert [len(batch) for batch in batches(blocks, 1)] == [1] * 9

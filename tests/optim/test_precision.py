@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.support.tiny import set_bfloat16
 from torchmars.optim import MARS
-from torchmars.optim.matrices.precision import multiplies_bfloat16
+from torchmars.optim.matrices.agreement import multiplies_bfloat16
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_a_cpu_is_fast_by_its_capabilities(monkeypatch, capabilities, onednn, fa
 def resolved(matrix_dtype):
     """Return the dtype that one rank makes of `matrix_dtype`."""
     optimizer = MARS([nn.Parameter(torch.ones(4, 6))], rule="mars-m", matrix_dtype=matrix_dtype)
-    [traffic] = optimizer.plans.traffic
+    [traffic] = optimizer.plans.matrices
     return traffic.dtype
 
 

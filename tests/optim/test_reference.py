@@ -31,7 +31,7 @@ OPTIONS = [
     {"equilibrate": True},
     {"zero_mean": True},
     {"orthogonalize": "deepseek-v4", "equilibrate": True},
-    {"orthogonalize": "cubic5"},
+    {"orthogonalize": "cubic5", "equilibrate": True},
     {"orthogonalize": "polar-express", "equilibrate": True},
 ]
 

@@ -14,8 +14,7 @@ from torchmars.config.gpt2 import GPT2Args
 from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.optim import MARS, param_groups, transfer_factors
-from torchmars.optim.rules import RULES
-from torchmars.optim.rules.matrix import Muon
+from torchmars.optim.rules import RULES, Muon
 
 EVERY = ("logits", "residual", "attention")
 

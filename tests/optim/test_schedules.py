@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from torchmars.optim import between, lr_factor
+from torchmars.optim import lr_factor
 
 
 def test_warmup_then_each_decay():
@@ -35,13 +35,3 @@ def test_the_decay_may_follow_a_power():
 
 def test_a_run_shorter_than_its_warmup():
     assert lr_factor(5, 5, warmup_steps=10) == 0.5
-
-
-def test_between():
-    assert [between(step, 10, 0.1, 0.3, "linear") for step in (0, 5, 10, 11)] == pytest.approx(
-        [0.1, 0.2, 0.3, 0.3]
-    )
-    assert [between(step, 10, 0.1, 0.3, "cosine") for step in (0, 5, 10)] == pytest.approx(
-        [0.1, 0.2, 0.3]
-    )
-    assert between(7, 10, 0.1, 0.3, "constant") == 0.1

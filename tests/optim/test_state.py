@@ -166,7 +166,7 @@ def replaced_on_meshes():
                 )
         optimizer.step()
     results = [p.full_tensor().detach() for p in optimizer.param_groups[0]["params"]]
-    return results, len(optimizer.state), len(optimizer.plans.traffic)
+    return results, len(optimizer.state), len(optimizer.plans.matrices)
 
 
 def test_shards_replaced_by_others(results):

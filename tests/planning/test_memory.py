@@ -63,7 +63,7 @@ def measure(tables):
     copies = bytes_of(model.copies.copies) if model.copies else 0
     peak = resident("VmHWM") - before + copies  # which were there before
     state = [tensor for each in optimizer.state.values() for tensor in each.values()]
-    state += optimizer.ahead.last_grads.values()
+    state += optimizer.ahead.values()
     weights = {*model.weights.values()}
     weights.update(each for part in model.parts.values() for each in part.parameters())
     return {

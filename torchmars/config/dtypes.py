@@ -7,7 +7,7 @@ import torch
 
 from torchmars.config import ResolvedConfig
 from torchmars.core.device import is_gpu
-from torchmars.optim.matrices.precision import resolve_matrix_dtype
+from torchmars.optim.matrices.agreement import resolve_matrix_dtype
 
 COMPUTE, MATRIX = "training.dtype", "optimizer.matrix_dtype"
 

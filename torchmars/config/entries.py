@@ -72,7 +72,7 @@ def problem_of_rule(name: str, entry: Any) -> str:
         return "has two settings of one name"
     for setting in settings:
         setting.check(setting.default)
-    buffers = entry.buffers(1.0, False)
+    buffers = entry.buffers(1.0, False, False)
     if not (isinstance(buffers, tuple) and buffers and all(isinstance(b, str) for b in buffers)):
         return f"must have buffers, a tuple of names, got {buffers!r}"
     return ""

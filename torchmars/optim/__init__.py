@@ -11,13 +11,12 @@ if TYPE_CHECKING:
     from torchmars.optim.groups import param_groups
     from torchmars.optim.mars import MARS
     from torchmars.optim.scaling import transfer_factors
-    from torchmars.optim.schedules import between, lr_factor
+    from torchmars.optim.schedules import lr_factor
 
-__all__ = ["MARS", "between", "lr_factor", "param_groups", "transfer_factors"]
+__all__ = ["MARS", "lr_factor", "param_groups", "transfer_factors"]
 
 _FILES = {
     "MARS": "mars",
-    "between": "schedules",
     "lr_factor": "schedules",
     "param_groups": "groups",
     "transfer_factors": "scaling",

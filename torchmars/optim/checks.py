@@ -152,5 +152,5 @@ def warn_of_no_gradient(groups: list[dict[str, Any]]) -> None:
             "MARS.step() finds no gradient, so it trains nothing. Was the model sharded or wrapped "
             "after the optimizer was made? Make the optimizer after that, of the parameters that "
             "the model then has",
-            stacklevel=5,  # of torch are the frames between
+            stacklevel=6,  # of torch are the frames between
         )

@@ -15,12 +15,10 @@ from torchmars.optim.checks import check_group, check_module, check_rule, checke
 from torchmars.optim.fused import cut_of, heads_of, softmax_router
 from torchmars.optim.roles import ROLES, looks_like, roles, sized_as_tokens
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
-from torchmars.optim.scaling import Factors, TransferFactors
+from torchmars.optim.scaling import SettingFactors, TransferFactors
 from torchmars.optim.settings import CUT, Settings, shown
 
-# What groups have beside settings: torch's own keys, a name, what schedules of torch and timm keep.
-_KEYS_OF_OTHERS = {"params", "param_names", "role", "name", "initial_lr", "max_lr", "min_lr"}
-_KEYS_OF_OTHERS |= {"lr_scale", "swa_lr", "base_momentum", "max_momentum"}
+NO_FACTORS = SettingFactors()
 
 
 def complete_settings(name: str, **given: Any) -> Settings:
@@ -131,18 +129,21 @@ def param_groups(
         cut = {each: value for each, value in cut.items() if each not in own}
         if (per_head := changed.pop("per_head", False)) and orthogonal:
             cut |= _of_heads(parameter_name, heads, per_head, own, model)
-        of = factors.of(parameter_name, parameter, role, changed, cut) if factors else Factors()
+        of = factors.of(parameter_name, parameter, role, changed, cut) if factors else NO_FACTORS
         if orthogonal:
             changed |= cut | _zero_mean(parameter_name, role, own, modules)
         _put((parameter_name, parameter), groups, (where, role), changed, of)
     _check_claimed(by_pattern, claimed)
     if isinstance(RULES[table["matrix"]["rule"]], MatrixRule):
-        _warn_of_unclear(sum(sized_as_tokens(model, by_name), []), by_pattern)
+        _warn_of_unclear(model, by_name, by_pattern)
     return list(groups.values())
 
 
-def _warn_of_unclear(names: Sequence[str], by_pattern: Sequence[tuple[str, Settings]]) -> None:
+def _warn_of_unclear(
+    model: nn.Module, by_name: Mapping[str, str], by_pattern: Sequence[tuple[str, Settings]]
+) -> None:
     """Warn of matrices that may be the head or a table of tokens, unless a pattern claims one."""
+    names: list[str] = sum(sized_as_tokens(model, by_name), [])
     if names and not any(_claim(name, by_pattern)[0] for name in names):
         warnings.warn(
             f"{', '.join(names[:3])} have as many rows as the table of tokens, and one of them may "
@@ -179,7 +180,7 @@ def _put(
     groups: dict[tuple[str, str, str], dict[str, Any]],
     place: tuple[str, str],
     settings: Settings,
-    factors: Factors,
+    factors: SettingFactors,
 ) -> None:
     """Put a parameter into the group of those at its `place` with its settings and factors."""
     differ = [*(settings.get(name) for name in (*CUT, "zero_mean")), str(factors)]
@@ -265,18 +266,12 @@ def complete_group(
     """Return a copy of a user's group, checked, with its rule's defaults.
 
     `defaults` are the optimizer's; those `given` go before the rule's. `number` is the group's
-    among the optimizer's groups. Raises `ValueError` for a value out of range, for an unknown key
-    and for a parameter that the group has twice.
+    among the optimizer's groups. Other keys are kept, as schedules and wrappers need them. Raises
+    `ValueError` for a value out of range and for a parameter that the group has twice.
     """
     group = dict(param_group)
     if "params" not in group:
         raise ValueError(f"group {number} has no 'params': name its parameters")
-    known = {*defaults, *group_settings(), *_KEYS_OF_OTHERS}
-    if unknown := [key for key in group if key not in known]:
-        raise ValueError(
-            f"group {number} has the key {unknown[0]!r}, which is no setting of MARS: write keys "
-            "of your own into optimizer.param_groups once it is made"
-        )
     check_rule(group.get("rule", defaults["rule"]))
     for setting in RULES[group.get("rule", defaults["rule"])].settings:
         if setting.scope != "optimizer" and setting.name not in given:

@@ -4,9 +4,11 @@ Sources: Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Trai
 ICML 2025, arXiv 2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
 """
 
+import importlib
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,25 +27,29 @@ from torchmars.optim.checks import (
     checked_params,
     warn_of_no_gradient,
 )
-from torchmars.optim.gpu.choice import has_kernels, steps_by_kernels
-from torchmars.optim.gpu.launches import is_capturing
+from torchmars.optim.compiling import (
+    announce_compilation,
+    has_launches,
+    is_capturing,
+    pays_to_compile,
+)
 from torchmars.optim.groups import complete_group, warn_of_embeddings
-from torchmars.optim.kernels import pays_to_compile
-from torchmars.optim.look_ahead import LookAhead
-from torchmars.optim.matrices.precision import matrix_dtype_name
+from torchmars.optim.matrices.agreement import matrix_dtype_name
+from torchmars.optim.matrices.exchange import Ends, Exchange
 from torchmars.optim.meshes import MeshGroups
-from torchmars.optim.plans import Plans
-from torchmars.optim.reduction import reduce_gradients
+from torchmars.optim.passes import TorchPasses
+from torchmars.optim.plans import Plans, kept_settings
 from torchmars.optim.rules import RULES
-from torchmars.optim.settings import CLIP, EPS, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
-from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state, unchanged
-from torchmars.optim.step import GroupTensors
-from torchmars.optim.telemetry import GroupTelemetry, count_skipped, report
-from torchmars.optim.tensors import local_part
-from torchmars.optim.update import update_groups
+from torchmars.optim.settings import CLIP, EPS, FIXED, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
+from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state
+from torchmars.optim.step import GroupTelemetry, State, count_skipped, judged
+from torchmars.optim.telemetry import report
+from torchmars.optim.tensors import local_part, unchanged
 
 if TYPE_CHECKING:
-    from torchmars.optim.gpu.kernel_step import KernelStep
+    from torchmars.optim.gpu.launches import Launcher, Launches
+
+logger = logging.getLogger(__name__)
 
 
 class MARS(torch.optim.Optimizer):
@@ -76,10 +82,10 @@ class MARS(torch.optim.Optimizer):
     verdict on a step the same on all of them. Plain tensors alone communicate nothing. A step never
     waits for a GPU.
 
-    A step whose gradients are not all finite is skipped: it changes nothing (in exact mode the
-    last gradient is still replaced).
-    `telemetry` counts such steps. A last gradient like that is not used: the tensor's next
-    correction is 0, as in a first step.
+    A step whose gradients are not all finite, or have a norm above 1.8e19 after the global clip, is
+    skipped: it changes nothing (in exact mode the last gradient is still replaced). `telemetry`
+    counts such steps. A last gradient like that is not
+    used: the tensor's next correction is 0, as in a first step.
 
     Args:
         params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`.
@@ -107,9 +113,8 @@ class MARS(torch.optim.Optimizer):
         settings: others that rules declare: `eps`, `gamma_next` (gamma of the next step, where it
             has a schedule), `flatten`, `split` and more, each with a sentence in `settings.py`.
 
-    Raises `ValueError` for a value out of range and for an unknown key of a group, and `TypeError`
-    for an unknown argument, each with its name. Warns where a matrix rule is given an embedding or
-    a head.
+    Raises `ValueError` for a value out of range and `TypeError` for an unknown argument, each with
+    its name. Warns where a matrix rule is given an embedding or a head.
     """
 
     def __init__(
@@ -139,9 +144,10 @@ class MARS(torch.optim.Optimizer):
         self._new_state = partial(
             new_state, exact=exact, momentum_dtype=momentum_dtype, last_grad_dtype=last_grad_dtype
         )
-        name = matrix_dtype_name(matrix_dtype)
-        self.plans = Plans(MeshGroups(), norm_group, name)
-        self.ahead = LookAhead()  # empty but in exact mode
+        self.plans = Plans(MeshGroups(), norm_group, matrix_dtype_name(matrix_dtype))
+        self.ahead: dict[Tensor, Tensor] = {}
+        """In exact mode room for the next step's h of each parameter that keeps one."""
+        self._looked_ahead = False
         self._requested_compile = compile
         self.grad_norm = torch.zeros((), dtype=torch.float64)
         # Skipped steps: in all, in a row up to now, longest row since `start_interval`.
@@ -183,27 +189,49 @@ class MARS(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self.state.update(state)
+        self._make_room(state)
+
+    def _make_room(self, state: dict[Tensor, State]) -> None:
         if self.exact:
-            self.ahead.add(state)
+            last = {each: of["last_grad"] for each, of in state.items() if "last_grad" in of}
+            self.ahead |= {each: torch.zeros_like(h) for each, h in last.items()}
 
     def _settle(self) -> None:
-        """Choose kernels by the device and the size of the parameters."""
+        """Choose passes by the device and the size of the parameters."""
         locals, device = map(local_part, self.plans.parameters), self.plans.device
-        # Whether the host sees the verdict on a step, and leaves out a skipped update: on CPUs,
-        # where it need not wait. Elsewhere each write of a kernel is conditional.
-        self.sees_verdict = device.type == "cpu"
         self.compile = (
             pays_to_compile(locals, device)
             if self._requested_compile is None
             else self._requested_compile
         )
-        self.kernels: KernelStep | None = None
-        if not self.exact and self._requested_compile is not False and has_kernels(device):
-            self.kernels = steps_by_kernels(self.plans)
+        self.launcher: Launcher | None = None
+        if self._requested_compile is not False and has_launches(device):
+            self.launcher = self._new_launcher()
         self.grad_norm, self.skipped = (
             torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
             for each in (self.grad_norm, self.skipped)
         )
+
+    def _new_launcher(self) -> "Launcher | None":
+        """Return what makes launches by Triton; None, with a warning, if it cannot compile one.
+
+        It needs a cache that it can write to, CUDA's library and a linker, and says so only when it
+        compiles. Here a rank can still do without: others may not.
+        """
+        announce_compilation()
+        try:
+            module = importlib.import_module("torchmars.optim.gpu.launches")
+            found: Launcher = module.Launcher(self.plans, self.exact)
+            found.try_one()
+        except Exception as error:  # whatever an installation raises that lacks something
+            line = " ".join(str(error).split())[:200]
+            logger.warning(
+                "the optimizer's kernels cannot be compiled by Triton here, and steps take longer: "
+                f"{type(error).__name__}: {line}; set TRITON_CACHE_DIR to a folder that can be "
+                "written, or compile=False, in a config training.compile = false"
+            )
+            return None
+        return found
 
     def _follow(self) -> None:
         """Let state and plans follow parameters that were replaced, sharded or moved.
@@ -214,7 +242,7 @@ class MARS(torch.optim.Optimizer):
         """
         if unchanged(self.param_groups, self.plans.known):
             return
-        if self.ahead.taken:
+        if self._looked_ahead:
             raise RuntimeError("parameters were replaced or moved between look_ahead() and step()")
         for number, group in enumerate(self.param_groups):
             check_parameters(group, number)
@@ -222,9 +250,9 @@ class MARS(torch.optim.Optimizer):
         plans = self.plans.without_groups()
         for group in self.param_groups:
             plans.add(group)
-        self.plans, self.state, self.ahead = plans, defaultdict(dict, state), LookAhead()
-        if self.exact:
-            self.ahead.add(state)
+        self.plans, self.state, self.ahead = plans, defaultdict(dict, state), {}
+        self._telemetry = []  # of parameters that may be gone
+        self._make_room(state)
         self._settle()
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,7 +291,7 @@ class MARS(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # All of it: a copy must be able to step. It may be read where there is no Triton.
-        return self.__dict__ | {"kernels": None}
+        return self.__dict__ | {"launcher": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -278,11 +306,13 @@ class MARS(torch.optim.Optimizer):
         """
         if not self.exact:
             raise RuntimeError("look_ahead needs MARS(..., exact=True)")
-        groups = self._groups()
-        reduction = reduce_gradients(
-            groups, self.plans, self.max_grad_norm, self.compile, with_last=False
-        )
-        self.ahead.take(groups, reduction)
+        passes = self._begun()
+        products = passes.products(with_last=False)
+        for parameter, h in self.ahead.items():
+            if parameter.grad is None:
+                local_part(h).zero_()
+        passes.look_ahead(judged(self._summed(products), self.max_grad_norm), self.ahead)
+        self._looked_ahead = True
 
     @torch.no_grad()
     def skip_next_correction(self, parameters: Iterable[Tensor]) -> None:
@@ -302,75 +332,89 @@ class MARS(torch.optim.Optimizer):
     def skip(self) -> None:
         """Leave a step out and count it as skipped, as `step` does for a broken gradient."""
         applied = torch.zeros((), dtype=torch.bool, device=self.grad_norm.device)
-        self._finish(count_skipped(self.skipped, applied))
+        self._finish(count_skipped(self.skipped, applied), [])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Return the result of `closure`.
 
-        Gradients stay as they are, except those of plain adamw groups, which the global clip
-        scales in place where there are no kernels by Triton.
+        Gradients stay as they are.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.exact and not self.ahead.taken:
+        if self.exact and not self._looked_ahead:
             raise RuntimeError("exact mode needs look_ahead() before each step()")
 
-        groups = self._groups()
-        if not groups:
-            warn_of_no_gradient(self.param_groups)
-        if not self._step_by_kernels(groups):
-            self._step(groups)
+        passes = self._begun()
+        products = passes.products()
+        total = self._summed(products)
+        verdict, skipped, telemetry = passes.settle(
+            total, products, self.max_grad_norm, self.skipped
+        )
+        if passes.conditional or verdict.applied:
+            ends = Ends(passes.pack, passes.step_along, self.plans.kinds.places)
+            exchange = Exchange(self.plans.matrices, ends)
+            passes.update(matrices=True)  # momenta
+            exchange.start()  # out to their owners
+            passes.update(matrices=False)  # meanwhile
+            exchange.finish()  # directions, back, and the step along them
+        self.grad_norm = verdict.norm
+        self._finish(skipped, telemetry)
         return loss
 
-    def _step(self, groups: list[GroupTensors]) -> None:
-        """Make a step, by passes over each tensor."""
-        # What is captured was warmed up by kernels: nothing may be compiled now.
-        captured = self.kernels is not None and is_capturing(self.plans.device)
-        compile = self.compile and not captured
-        reduction = reduce_gradients(groups, self.plans, self.max_grad_norm, compile)
-        self.grad_norm = reduction.norm
-        updates = [(group, reduction.factors(group, self.exact, compile)) for group in groups]
-        if not self.sees_verdict or reduction.applied:
-            update_groups(updates, self.plans)
-        for group, _ in updates:
-            if not RULES[group.rule].counts_steps:
-                group.count_step(reduction.applied)
-        telemetry = [GroupTelemetry.of(*update) for update in updates]
-        self._finish(count_skipped(self.skipped, reduction.applied), telemetry)
+    def _summed(self, products: Tensor) -> Tensor:
+        """Sum the products [parameters, 3] over the ranks, in place. Return that of all <g, g>."""
+        self.plans.shard_sum.sum_(products)
+        total = products.sum(0)[0]
+        self.plans.totals.settle_(total, products)
+        return total
 
-    def _step_by_kernels(self, groups: list[GroupTensors]) -> bool:
-        """Make a step by one launch for all tensors, where there are kernels for it."""
-        if self.kernels is None or torch.compiler.is_compiling():  # it cannot see addresses
-            return False
-        done = self.kernels.step(groups, self.state, self.max_grad_norm, self.skipped)
-        if done is None:
-            return False
-        self.grad_norm = done.norm
-        self._finish(done.skipped, done.telemetry)
-        return True
+    def _begun(self) -> "TorchPasses | Launches":
+        """Return the passes over the tensors of a step: Triton's launches, or torch's.
 
-    def _groups(self) -> list[GroupTensors]:
-        """Return the tensors of a step. Refuse invalid ones before anything is written."""
+        Refuse invalid tensors and settings before anything is written.
+        """
         self._follow()
         if self.plans.device.type == "meta":
             raise ValueError(
                 "the parameters are on the meta device: make the optimizer after to_empty(), which "
                 "puts others in their place"
             )
-        for number, (group, fixed) in enumerate(zip(self.param_groups, self.plans.fixed)):
+        for number, (group, before) in enumerate(zip(self.param_groups, self.plans.checked)):
+            now = kept_settings(group)
+            if len(now) == len(before) and all(
+                (each is before.get(name) or isinstance(each, tuple) and each == before[name])
+                and not isinstance(each, Tensor)
+                for name, each in now.items()
+            ):
+                continue
             check_group(group, number)
-            for name, before in fixed.items():
-                if group[name] != before:
-                    raise ValueError(f"{name} of group {number} was {before!r} and cannot change")
-        return self.plans.kinds.gather(self.param_groups, self.state)
+            for name in FIXED & before.keys():
+                if now.get(name) != before[name]:
+                    raise ValueError(
+                        f"{name} of group {number} was {before[name]!r} and cannot change"
+                    )
+            self.plans.checked[number] = now
+        groups = self.plans.kinds.gather(self.param_groups, self.state)
+        if not groups:
+            warn_of_no_gradient(self.param_groups)
+        if self.launcher is not None:
+            given = groups, self.state, self.ahead, self.max_grad_norm
+            if (launches := self.launcher.begin(*given)) is not None:
+                return launches
+        # What is captured was warmed up by launches: nothing may be compiled now.
+        compile = self.compile and (self.launcher is None or not is_capturing(self.plans.device))
+        return TorchPasses(groups, self.plans, self.exact, compile)
 
-    def _finish(self, skipped: Tensor, telemetry: Sequence[GroupTelemetry] = ()) -> None:
+    def _finish(self, skipped: Tensor, telemetry: list[GroupTelemetry]) -> None:
         """Keep the results of a step, and in exact mode make the look-ahead the last gradient."""
-        self.ahead.swap(self.state)
-        self.skipped, self._telemetry = skipped, list(telemetry)
+        for parameter, ahead in self.ahead.items():
+            state = self.state[parameter]
+            self.ahead[parameter], state["last_grad"] = state["last_grad"], ahead
+        self._looked_ahead = False
+        self.skipped, self._telemetry = skipped, telemetry
 
     def telemetry(self) -> dict[str, float]:
         """Return the results of the last step's reductions, as numbers. Waits for the device once.

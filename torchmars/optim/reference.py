@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmars.optim.matrices.orthogonalize import ORTHOGONALIZERS
+from torchmars.optim.matrices.orthogonal import ORTHOGONALIZERS
 from torchmars.optim.settings import Settings
 
 State = dict[str, Tensor]

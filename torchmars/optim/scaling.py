@@ -28,7 +28,7 @@ NUMBER = re.compile(r"\d+")
 HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size")
 
 
-class Factors(NamedTuple):
+class SettingFactors(NamedTuple):
     """What the settings of a parameter's group, which are those of the base, are multiplied by."""
 
     lr: float = 1.0
@@ -103,7 +103,7 @@ class TransferFactors:
 
     def of(
         self, name: str, parameter: Tensor, role: str, settings: Settings, cut: Settings
-    ) -> Factors:
+    ) -> SettingFactors:
         """Return the factors of a parameter of `role` in a group with `settings`.
 
         `cut` says of it what the settings do not: see `fused.cut_of`. Raises `ValueError`.
@@ -125,8 +125,8 @@ class TransferFactors:
         if self.depth and twin.in_block:
             lr *= self.layers ** (self.depth - 1)
             eps *= self.layers**-self.depth
-        has_eps = "exp_avg_sq" in rule.buffers(None, False)
-        return Factors(lr, 1 / lr if self.decay == "kept" else 1.0, eps if has_eps else 1.0)
+        has_eps = "exp_avg_sq" in rule.buffers(None, False, False)
+        return SettingFactors(lr, 1 / lr if self.decay == "kept" else 1.0, eps if has_eps else 1.0)
 
 
 def transfer_factors(

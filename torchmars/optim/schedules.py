@@ -1,4 +1,4 @@
-"""The learning rate, and values between two others, as pure functions of the step."""
+"""The learning rate, as a pure function of the step."""
 
 import math
 from typing import Literal
@@ -29,34 +29,13 @@ def lr_factor(
     """
     if step < warmup_steps:
         return step / warmup_steps
-    if name != "wsd":
-        return between(step - warmup_steps, total_steps - warmup_steps, 1.0, floor, name, power)
-    if decay_steps is None:
-        raise ValueError("the schedule wsd needs decay_steps")
-    start = max(warmup_steps, total_steps - decay_steps)
-    return between(step - start, total_steps - start, 1.0, floor, "linear", power)
-
-
-def between(
-    step: int,
-    total_steps: int,
-    first: float,
-    last: float,
-    name: Literal["cosine", "linear", "constant"],
-    power: float = 1.0,
-) -> float:
-    """Return a value at `step` of a schedule from `first` at step 0 to `last` at `total_steps`.
-
-    Args:
-        step: from 0; beyond `total_steps` the value stays `last`.
-        total_steps: the length of the schedule.
-        first: the value at its start.
-        last: the value at its end.
-        name: linear, half a cosine, or constant, which stays `first`.
-        power: linear goes by t^power, t from 0 to 1.
-    """
-    progress = min(max(step / max(total_steps, 1), 0.0), 1.0)
     if name == "constant":
-        return first
-    remaining = (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1 - progress**power
-    return last + (first - last) * remaining
+        return 1.0
+    start = warmup_steps
+    if name == "wsd":
+        if decay_steps is None:
+            raise ValueError("the schedule wsd needs decay_steps")
+        start = max(warmup_steps, total_steps - decay_steps)
+    t = min(max((step - start) / max(total_steps - start, 1), 0.0), 1.0)
+    remaining = (1 + math.cos(math.pi * t)) / 2 if name == "cosine" else 1 - t**power
+    return floor + (1 - floor) * remaining

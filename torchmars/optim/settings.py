@@ -185,7 +185,7 @@ MATRIX_SETTINGS = (
 # How a parameter is seen as matrices.
 CUT = ("flatten", "split", "transposed", "per_head")
 # Settings of a group that plans and state follow from: they cannot change later.
-FIXED = ("rule", *(each.name for each in MATRIX_SETTINGS))
+FIXED = {"rule", *(each.name for each in MATRIX_SETTINGS)}
 
 # Of the rules that reduce the variance of the gradient.
 GAMMA = Number(

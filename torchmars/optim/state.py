@@ -2,59 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
-from torch.nn import Parameter
 
 from torchmars.optim.checks import check_group, parameter_name
+from torchmars.optim.matrices.shapes import is_stack
 from torchmars.optim.rules import RULES, state_fits
 from torchmars.optim.settings import FIXED
 from torchmars.optim.step import State
-from torchmars.optim.tensors import local_intervals, local_part
+from torchmars.optim.tensors import Known, layout_of, local_intervals, local_part
 
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
 
 
-class ParameterLayout(NamedTuple):
-    """All that the state of a parameter has in common with it."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    mesh: DeviceMesh | None
-    placements: tuple[Placement, ...]
-
-    @staticmethod
-    def of(parameter: Tensor) -> "ParameterLayout":
-        """Return the layout of `parameter`."""
-        return ParameterLayout(
-            parameter.shape,
-            parameter.stride(),
-            parameter.dtype,
-            parameter.device,
-            getattr(parameter, "device_mesh", None),
-            tuple(getattr(parameter, "placements", ())),
-        )
-
-    def fits(self, parameter: Tensor) -> bool:
-        """Return whether it belongs to `parameter`: a step asks it of each."""
-        return (
-            parameter.shape == self.shape
-            and parameter.dtype == self.dtype
-            and parameter.stride() == self.stride
-            and parameter.device == self.device
-            and (type(parameter) is Parameter and self.mesh is None or self == self.of(parameter))
-        )
-
-
-# The parameters of each group, and their layouts.
-Known = list[list[tuple[Tensor, ParameterLayout]]]
 # Keys of the groups of torch's own AdamW that mean nothing here.
 _TORCH_KEYS = (
     "amsgrad",
@@ -80,32 +43,13 @@ def new_state(
     """
     # The count lies beside the parameter: kernels read it there, and the host never needs it.
     device = local_part(parameter).device
-    names = RULES[group["rule"]].buffers(group["clip"], exact)
+    stacks = is_stack(parameter.shape, group["flatten"])
+    names = RULES[group["rule"]].buffers(group["clip"], exact, stacks)
     dtypes = {names[0]: momentum_dtype, "last_grad": last_grad_dtype}
     state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
     for name in names:
         state[name] = torch.zeros_like(parameter, dtype=dtypes.get(name)).detach()
     return state
-
-
-def known_parameters(groups: Sequence[dict[str, Any]]) -> Known:
-    """Return the parameters of `groups` and their layouts, as `unchanged` compares them."""
-    return [
-        [(parameter, ParameterLayout.of(parameter)) for parameter in group["params"]]
-        for group in groups
-    ]
-
-
-def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
-    """Return whether the groups still have the parameters of `known`, laid out as they were."""
-    return len(groups) == len(known) and all(
-        len(group["params"]) == len(before)
-        and all(
-            parameter is same and layout.fits(parameter)
-            for parameter, (same, layout) in zip(group["params"], before)
-        )
-        for group, before in zip(groups, known)
-    )
 
 
 def carried_state(
@@ -124,7 +68,7 @@ def carried_state(
             old = former.get(parameter)
             if old is None:
                 carried[parameter] = new_state(parameter, group)
-            elif old is parameter and ParameterLayout.of(old) == before[old]:
+            elif old is parameter and layout_of(old) == before[old]:
                 carried[parameter] = state[old]
             else:
                 carried[parameter] = new_state(parameter, group)

@@ -1,125 +1,217 @@
-"""The tensors of one step, group by group, and the factors from its reduced sums."""
+"""The tensors of one step, and what follows from the sums over all gradients."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.optim.kernels import KeepFactors, Tensors, keep_gradient_, run_kernel
 from torchmars.optim.matrices.shapes import is_stack
-from torchmars.optim.rules.correction import Corrections
+from torchmars.optim.rules import RULES, Factors, Rule
 from torchmars.optim.settings import Settings
 from torchmars.optim.tensors import flat_parts, local_gradient
+
+ROOT_OF_LARGEST = torch.finfo(torch.float32).max ** 0.5
 
 State = dict[str, Tensor]  # of a parameter: "step" and the rule's buffers
 
 
 class GroupTensors:
-    """The parameters of one group and dtype that have a gradient, for one step.
+    """The parameters of one group and kind that have a gradient, for one step.
 
-    Lists run over `parameters`. The tensors in them are local and flat. `dtype` is that of the
-    computation: at least float32. `stacks` says whether they are stacks of matrices, all of them.
-    `kappa` is the strength of the correction, which a first step does not have.
+    Parameters of a kind have one dtype, gradients of one dtype, and state of the same names, and
+    are stacks of matrices or not. Lists run over `parameters`. The tensors in them are local and
+    flat. `dtype` is that of the computation: at least float32.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        parameters: list[Tensor],
-        states: list[State],
-        kappa: float,
+        self, settings: Settings, parameters: list[Tensor], states: list[State], stacks: bool
     ) -> None:
         self.settings, self.parameters, self.states = settings, parameters, states
-        self.kappa = kappa
-        self.names = [name for name in states[0] if name != "step"]
-        self.stacks = is_stack(parameters[0].shape, settings["flatten"])
+        self.rule: Rule = RULES[settings["rule"]]
+        self.role: str = settings.get("role", self.rule.name)
+        self.stacks = stacks
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        self.corrects = "last_grad" in self.names
+        self.corrects = "last_grad" in states[0]
+        beta1, gamma = settings["betas"][0], settings["gamma"] if self.rule.variance_reduced else 0
+        self.kappa = gamma * beta1 / (1 - beta1)
+        """The strength of the correction, which a first step does not have."""
+        following = settings.get("gamma_next")
+        self.gamma_next = gamma if following is None else following
 
-    @property
-    def rule(self) -> str:
-        """The name of the group's rule."""
-        name: str = self.settings["rule"]
-        return name
+    def flatten(self) -> None:
+        """Make the flat tensors that torch's passes work on."""
+        self.weights = flat_parts(self.parameters)
+        self.grads = flat_parts(map(local_gradient, self.parameters))
+        self.last_grads = (
+            [] if not self.corrects else flat_parts(each["last_grad"] for each in self.states)
+        )
+        names = [name for name in self.states[0] if name not in ("step", "last_grad")]
+        columns = (flat_parts(each[name] for each in self.states) for name in names)
+        self.buffers = list(zip(*columns))
+        """Of each tensor those that its rule's `momentum` makes anew."""
 
-    @property
-    def role(self) -> str:
-        """The role of the group, or its rule where it has none."""
-        return self.settings.get("role", self.rule)
+    def factors(self, verdict: "Verdict", columns: Sequence[Tensor], keeps: bool) -> Factors:
+        """Return the factors of an update. `columns` are those [n] of the tensors."""
+        settings, (beta1, beta2) = self.settings, self.settings["betas"]
+        numbers = [settings["lr"], settings["weight_decay"], settings["eps"]]
+        numbers += [beta1, 1 - beta1, beta2, 1 - beta2, self.gamma_next]
+        own = [settings[each.name] for each in self.rule.own]
+        # On the CPU, also for parameters on a GPU: kernels take them as arguments, so nothing is
+        # copied or waited for.
+        scalars = [torch.as_tensor(each, dtype=self.dtype) for each in (*numbers, *own)]
+        wide = [each if each.dtype == torch.bool else each.to(self.dtype) for each in columns]
+        return Factors._make(
+            [
+                *(verdict.applied, verdict.scale.to(self.dtype), *scalars[: len(numbers)]),
+                dict(zip((each.name for each in self.rule.own), scalars[len(numbers) :])),
+                *(self.corrects, keeps, self.stacks, *wide),
+            ]
+        )
 
-    @cached_property
-    def weights(self) -> list[Tensor]:
-        """The parameters."""
-        return flat_parts(self.parameters)
 
-    @cached_property
-    def grads(self) -> list[Tensor]:
-        """Their gradients."""
-        return flat_parts(map(local_gradient, self.parameters))
+class Kinds:
+    """The parameters of each group that have a gradient, by kind.
 
-    @cached_property
-    def steps(self) -> list[Tensor]:
-        """The steps that each was updated in, 0-d."""
-        return [state["step"] for state in self.states]
+    They are sorted again where other parameters have a gradient.
+    """
 
-    @cached_property
-    def buffers(self) -> dict[str, list[Tensor]]:
-        """The state, by name."""
-        return {name: flat_parts(state[name] for state in self.states) for name in self.names}
+    def __init__(self) -> None:
+        self._dtypes: list[torch.dtype | None] | None = None  # of the gradients
+        self.sorted: list[tuple[int, bool, list[Tensor]]] = []
+        """Of each kind the number of the group, whether they are stacks, and the parameters:
+        another list if it changed."""
+        self.places: dict[Tensor, tuple[int, int]] = {}
+        """Of each parameter its kind, and its number there."""
 
-    @property
-    def momenta(self) -> list[Tensor]:
-        """The first of the buffers."""
-        return self.buffers[self.names[0]]
+    def gather(
+        self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, State]
+    ) -> list[GroupTensors]:
+        """Return the tensors of a step.
 
-    @property
-    def last_grads(self) -> list[Tensor]:
-        """The last gradients; empty if none are kept."""
-        return self.buffers.get("last_grad", [])
-
-    def scalar(self, value: float | Tensor) -> Tensor:
-        """Return `value` as a 0-d tensor in the dtype of the computation.
-
-        It is on the CPU, also for parameters on a GPU: kernels take it as an argument, so nothing
-        is copied or waited for.
+        Raises `ValueError` if the per-tensor clip was switched on after the state was made
+        without a last gradient.
         """
-        return torch.as_tensor(value, dtype=self.dtype)
+        dtypes = [
+            None if (gradient := parameter.grad) is None else gradient.dtype
+            for group in param_groups
+            for parameter in group["params"]
+        ]
+        if dtypes != self._dtypes:
+            self._dtypes, self.sorted = dtypes, list(_by_kind(param_groups, state))
+            self.places = {
+                parameter: (kind, number)
+                for kind, (*_, parameters) in enumerate(self.sorted)
+                for number, parameter in enumerate(parameters)
+            }
+        groups = [
+            GroupTensors(param_groups[number], some, [state[each] for each in some], stacks)
+            for number, stacks, some in self.sorted
+        ]
+        for group in groups:
+            corrects = not group.rule.variance_reduced or group.corrects
+            if not corrects and group.settings["clip"] is not None:
+                raise ValueError(
+                    "clip cannot be switched on after the optimizer was created without it: "
+                    "no last gradient was kept"
+                )
+        return groups
 
-    def count_step(self, applied: Tensor) -> None:
-        """Count one more step of each tensor, where it is `applied`."""
-        torch._foreach_add_(self.steps, [applied.float()] * len(self.steps))
+
+def _by_kind(
+    param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, State]
+) -> Iterator[tuple[int, bool, list[Tensor]]]:
+    """Yield the parameters of each kind, with the number of their group, and whether they stack."""
+    for number, group in enumerate(param_groups):
+        kinds: dict[Any, list[Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                stacks = is_stack(parameter.shape, group["flatten"])
+                kind = stacks, parameter.dtype, parameter.grad.dtype, *state[parameter]
+                kinds.setdefault(kind, []).append(parameter)
+        for (stacks, *_), parameters in kinds.items():
+            # Neighbours of one length share a compiled call.
+            yield number, stacks, sorted(parameters, key=lambda parameter: parameter.shape)
 
 
-@dataclass(frozen=True)
-class StepFactors:
-    """The factors of one group from a step's reduced sums, in its computation's dtype."""
+class GroupTelemetry(NamedTuple):
+    """A group's data for telemetry: small tensors, so that gradients can be freed."""
 
-    applied: Tensor
-    """Whether the step is applied: the condition of each write. Where it is false nothing changes.
-    0-d, bool."""
+    role: str
+    corrects: bool
     scale: Tensor
-    """The factor of the global clip, 0-d."""
-    globally_clipped: bool
-    """Whether there is a global clip."""
+    """The factor of the global clip, 0-d in float64, as what follows."""
     products: Tensor
-    """<g, g>, <g, h> and <h, h> of each whole tensor, [n, 3] in float64."""
-    steps_made: Tensor
-    """The steps that each tensor has made, [n] in float64."""
-    corrections: Corrections | None
-    """None if no last gradient is kept."""
-    keep_apart: bool
-    """Whether a kernel of its own makes the gradient just used the last one: `keep_gradients`."""
-    compile: bool
-    """Whether large tensors go through compiled kernels."""
+    """<g, g>, <g, h> and <h, h> of each whole tensor, [n, 3]."""
+    kappa: Tensor
+    """[n], as `clip`: see `Factors`."""
+    clip: Tensor
+    rows: list[int] | None = None
+    """Those of its tensors in the last three, which are of all tensors then."""
 
-    def run(self, kernel: Callable, tensors: Tensors, factors: tuple) -> None:
-        """Run a rule's kernel on all tensors with their factors."""
-        run_kernel(kernel, tensors, factors, self.compile)
 
-    def keep_gradients(self, group: GroupTensors) -> None:
-        """Make the gradients just used the last gradients, where the rule's kernel has not."""
-        if self.keep_apart:
-            pairs = list(zip(group.grads, group.last_grads))
-            self.run(keep_gradient_, pairs, KeepFactors(self.scale, self.applied))
+class Verdict(NamedTuple):
+    """What follows from the sums of a step. The same on all ranks."""
+
+    norm: Tensor
+    """The global norm of all gradients before the clip, 0-d in float64."""
+    scale: Tensor
+    """The factor of the global clip, 0-d in float64."""
+    applied: Tensor
+    """Whether the step is applied, 0-d bool: all gradients are finite, and after the clip float32
+    holds the square of their norm. Else nothing is written."""
+
+
+def judged(total: Tensor, max_grad_norm: float | None) -> Verdict:
+    """Return the verdict by the squared norm of all gradients, 0-d in float64."""
+    norm = total.sqrt()
+    scale, finite = torch.ones_like(norm), torch.isfinite(norm)
+    if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
+        scale = torch.where(finite, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+    # float32 holds the square of what is left; and of the scale it has full digits.
+    held = (scale * norm < ROOT_OF_LARGEST) & (scale >= torch.finfo(torch.float32).tiny)
+    return Verdict(norm, scale, finite & held)
+
+
+def correction_factors(
+    group: GroupTensors, products: Tensor, steps_made: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the usable products [n, 3], and kappa, clip and unusable of `Factors`, [n].
+
+    `products` [n, 3] are those of the group's whole tensors: <g, g>, <g, h> and <h, h>.
+    `steps_made` [n] are the steps that each has made. All in float64, but the bools.
+    """
+    gg, _, hh = products.unbind(-1)
+    unusable = ~torch.isfinite(hh)
+    products = torch.where(unusable[:, None], F.pad(gg[:, None], (0, 2)), products)
+    kappa = torch.where(unusable, 0.0, (steps_made != 0).double() * group.kappa)
+    clip = torch.ones_like(kappa)
+    if group.corrects and group.settings["clip"] is not None:
+        norms = corrected_squared_norms(products, scale, kappa).sqrt()
+        clip = (group.settings["clip"] / norms).clamp(max=1.0)
+    return products, kappa, clip, unusable
+
+
+def corrected_squared_norms(products: Tensor, scale: Tensor, kappa: Tensor) -> Tensor:
+    """Return ||c||^2 for c = s g + kappa (s g - h), [n] in float64.
+
+    c is never made for it: its 2-norm follows from three inner products, and no other norm does.
+
+    `products` [n, 3] are <g, g>, <g, h> and <h, h>, `scale` is s, `kappa` is [n].
+    """
+    gg, gh, hh = products.unbind(-1)
+    return (
+        ((1 + kappa) * scale) ** 2 * gg - 2 * kappa * (1 + kappa) * scale * gh + kappa**2 * hh
+    ).clamp(min=0.0)
+
+
+def count_skipped(skipped: Tensor, applied: Tensor) -> Tensor:
+    """Return the counts of skipped steps after one more step, which may be `applied`.
+
+    `skipped` [3] are the skipped steps in all, those in a row up to now, and the longest row since
+    the interval of telemetry started.
+    """
+    total, row, longest = skipped.unbind()
+    row = (row + 1) * ~applied
+    return torch.stack([total + ~applied, row, torch.maximum(longest, row)])

@@ -1,13 +1,31 @@
-"""A tensor as one rank's kernels see it: local, flat, and laid out in memory like its parameter."""
+"""A tensor as one rank's loops see it: local, flat, and laid out in memory like its parameter."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 
 from torchmars.optim.matrices.shapes import Interval, intervals
+
+
+class ParameterLayout(NamedTuple):
+    """All that the state of a parameter has in common with it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+
+
+# The parameters of each group, and their layouts.
+Known = list[list[tuple[Tensor, ParameterLayout]]]
 
 _PLAIN = (Tensor, Parameter)
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -106,3 +124,25 @@ def local_gradient(parameter: Tensor) -> Tensor:
         gradient = gradient.redistribute(placements=parameter.placements)
     local, like = innermost(gradient), innermost(parameter)
     return local if local.stride() == like.stride() else torch.empty_like(like).copy_(local)
+
+
+def layout_of(parameter: Tensor) -> ParameterLayout:
+    """Return the layout of `parameter`: a step asks for it of each."""
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+    where = parameter.device, mesh, placements
+    return ParameterLayout(parameter.shape, parameter.stride(), parameter.dtype, *where)
+
+
+def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
+    """Return whether the groups still have the parameters of `known`, laid out as they were."""
+    return len(groups) == len(known) and all(
+        len(group["params"]) == len(before)
+        and all(
+            parameter is same and layout_of(parameter) == layout
+            for parameter, (same, layout) in zip(group["params"], before)
+        )
+        for group, before in zip(groups, known)
+    )

@@ -14,8 +14,8 @@ from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.shares import shares_from_start
 from torchmars.models import Model, build_run_model
 from torchmars.optim import MARS
-from torchmars.optim.matrices.precision import multiplies_bfloat16
-from torchmars.optim.matrices.traffic import OwnerLoads
+from torchmars.optim.matrices.agreement import multiplies_bfloat16
+from torchmars.optim.matrices.exchange import OwnerLoads
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.cuts import blocks_of_stages, head_in_blocks
 from torchmars.parallel.groups import AXES

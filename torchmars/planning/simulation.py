@@ -195,7 +195,7 @@ def simulate_step(
     # Not in the fake mode: the ranks compare their plans, which takes values.
     optimizer = build_optimizer(config, model.whole, model.weights, layout)
     # Fake tensors have no numbers to decide by.
-    optimizer.compile = optimizer.sees_verdict = False
+    optimizer.compile, optimizer.plans.conditional = False, True
     average: dict[str, Tensor] = {}
     if training.ema_decay:
         with fake:
@@ -229,7 +229,7 @@ def simulate_step(
         optimizer_state=bytes_of(
             tensor for each in optimizer.state.values() for tensor in each.values()
         )
-        + bytes_of(optimizer.ahead.last_grads.values()),
+        + bytes_of(optimizer.ahead.values()),
         received=received(model),
         checkpoint=whole_bytes(state, generators=False),
         generators=whole_bytes(state, generators=True),

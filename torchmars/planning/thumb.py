@@ -153,7 +153,7 @@ def rule_of_thumb(config: ResolvedConfig, world_size: int, per_node: int) -> Rul
 def state_bytes(optimizer: MARS) -> int:
     """Return the bytes of the state of an optimizer of a whole model."""
     tensors = [tensor for each in optimizer.state.values() for tensor in each.values()]
-    return sum(tensor.nbytes for tensor in (*tensors, *optimizer.ahead.last_grads.values()))
+    return sum(tensor.nbytes for tensor in (*tensors, *optimizer.ahead.values()))
 
 
 def check_gpu_memory(config: ResolvedConfig, sizes: UsableSizes) -> None:

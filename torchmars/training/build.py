@@ -25,8 +25,8 @@ from torchmars.exchange.hub import find_folder, is_of_hub
 from torchmars.models import build_run_model
 from torchmars.models.base import factors_of
 from torchmars.models.documents import document_starts
-from torchmars.optim.kernels import can_compile
-from torchmars.optim.matrices.precision import multiplies_bfloat16
+from torchmars.optim.compiling import can_compile
+from torchmars.optim.matrices.agreement import multiplies_bfloat16
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.fsdp import weight_device
 from torchmars.parallel.layout import Layout

@@ -23,6 +23,7 @@ from torchmars.models import build_run_model
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.float8 import check_package
 from torchmars.records.trackers import check_trackers
+from torchmars.training.optimizer import build_optimizer
 
 
 def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) -> None:
@@ -48,8 +49,6 @@ def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) 
     # torch's compiler and its checkpoints come with these, a second that a new run does not take.
     optimizer = config.optimizer.settings()
     if optimizer["by_role"] or optimizer["by_pattern"]:  # else it fits every model
-        from torchmars.training.optimizer import build_optimizer
-
         build_optimizer(config, model)
     if checkpoints(config.checkpoints) or config.checkpoint.init_from:
         from torchmars.training.checkpointer import check_resume

@@ -12,6 +12,7 @@ STEPS = 2
 TECHNIQUES = {
     "": {},
     "lean": {"clip": None},
+    "exact": {"exact": True},
     "narrow": {"momentum_dtype": torch.bfloat16, "last_grad_dtype": torch.bfloat16},
 }
 
@@ -38,8 +39,8 @@ def interpret():
 
 def with_kernels(optimizer):
     """Let an optimizer of CPU tensors take kernels, as one on a GPU."""
-    step = importlib.import_module("torchmars.optim.gpu.kernel_step")
-    optimizer.kernels, optimizer.sees_verdict = step.KernelStep(optimizer.plans), False
+    found = importlib.import_module("torchmars.optim.gpu.launches")
+    optimizer.launcher = found.Launcher(optimizer.plans, optimizer.exact)
     return optimizer
 
 
@@ -90,12 +91,20 @@ def steps(rule, technique, kernels, dtype=torch.float32):
     if kernels:
         with_kernels(optimizer)
         if technique == "two floats":
-            optimizer.kernels._in_float64 = False
+            optimizer.launcher.in_float64 = False
     norms = []
-    for step in range(STEPS):
+
+    def give(step):
         for number, parameter in enumerate(parameters):
             given = gradient(tuple(parameter.shape), 100 * step + number, technique)
             parameter.grad = given.to(dtype) if dtype == torch.float64 else given
+
+    for step in range(STEPS):
+        if technique == "exact":
+            give(10 + step)
+            parameters[1].grad = None  # no h of the next step
+            optimizer.look_ahead()
+        give(step)
         if technique == "absent" and step:  # a gradient, and the last one of another parameter
             parameters[0].grad = None
             optimizer.skip_next_correction(parameters[-1:])

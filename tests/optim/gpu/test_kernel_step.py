@@ -3,17 +3,19 @@
 import copy
 import importlib.util
 import pickle
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.optim.gpu.interpreted import sharded_steps, steps, steps_of, with_kernels
 from tests.support.full import full_but, selected
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS, mars, param_groups, transfer_factors
 from torchmars.optim.gpu import launches
-from torchmars.optim.rules import RULES, MatrixRule
-from torchmars.optim.rules.adamw import MarsAdamW
+from torchmars.optim.rules import RULES, MarsAdamW, MatrixRule
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
@@ -22,12 +24,14 @@ QUICK = [
     ("mars-adamw", "nan"),
     ("mars-adamw", "narrow"),
     ("mars-m", ""),
+    ("mars-m", "exact"),
     ("muon", "bfloat16 gradients"),
 ]
 CASES = [
     *((rule, technique) for rule in RULES for technique in ("", "nan", "narrow")),
     *((rule, "bfloat16 gradients") for rule in RULES),
     *((rule, "lean") for rule in ("mars-lion", "mars-m", "mars-shampoo")),
+    *((rule, "exact") for rule in ("mars-adamw", "mars-lion", "mars-m", "mars-shampoo")),
     ("mars-m", "two floats"),
     *(("mars-adamw", technique) for technique in ("two floats", "absent")),
 ]
@@ -113,7 +117,7 @@ class Stub:
         return self.names.copy(), self.sent
 
 
-SUMS = ["inner_products", "sum_pieces", "total", "settle"]
+SUMS = ["inner_products", "sum_pieces", "settle"]
 
 
 def model(*shapes, dtype=torch.float32):
@@ -148,15 +152,39 @@ def test_a_step_launches_a_kernel_for_each_rule_and_dtype_and_sends_what_changed
     assert parameters[1]._version > 0
 
 
+class Largest(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {each.data_ptr() for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
+        for each in tree_leaves(result):
+            if torch.is_tensor(each) and each.data_ptr() not in given:
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+def test_exact_mode_makes_no_tensor_as_large_as_a_gradient_and_sends_no_table_twice(monkeypatch):
+    stub, parameters = Stub(monkeypatch), model((400, 300), (2, 90, 80))
+    optimizer = with_kernels(MARS(parameters, rule="mars-adamw", exact=True))
+    for _ in range(2):  # one table for each place of the last gradient
+        optimizer.look_ahead(), optimizer.step()
+    with Largest() as made:
+        ahead, step = stub.of(optimizer.look_ahead), stub.of(optimizer.step)
+    assert ahead == (["inner_products", "sum_pieces", "look_ahead"], 0)
+    assert step == ([*SUMS, "update"], 0)
+    assert 0 < made.elements < 100
+
+
 @pytest.mark.parametrize("rule", ["mars-m", "muon"])
 def test_matrices_are_packed_and_stepped_along_by_one_launch_each(monkeypatch, rule):
     stub, parameters = Stub(monkeypatch), model((40, 30), (20, 30), (40, 30))
     optimizer = with_kernels(MARS(parameters, rule=rule))
     optimizer.step()
     names, sent = stub.of(optimizer.step)
-    of_shapes = ["pack", "step_along"] * 2
-    updates = ["update", *of_shapes] if rule == "mars-m" else [*of_shapes, "update"]
-    assert (names, sent) == ([*SUMS, *updates], 0)
+    assert (names, sent) == ([*SUMS, "update", *["pack", "step_along"] * 2], 0)
 
 
 class Mine(torch.nn.Module):
@@ -194,9 +222,8 @@ class DoublesItsStep(MarsAdamW):
 
     name = "doubles"
 
-    def update(self, group, step):
-        for _ in range(2):
-            super().update(group, step)
+    def direction(self, *arguments):
+        return 2 * super().direction(*arguments)
 
 
 WITHOUT = ["float64", "a setting on a GPU", "a part elsewhere", "a rule", "state", "wire"]
@@ -214,7 +241,7 @@ def test_where_there_is_no_kernel_a_step_is_made_by_passes(monkeypatch, why):
         monkeypatch.setattr(torch.Tensor, "is_cpu", False)
         optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
     if why == "a part elsewhere":
-        optimizer.kernels.device = torch.device("meta")
+        optimizer.launcher.device = torch.device("meta")
     if why == "state":  # by a hook: its elements lie otherwise than the parameter's
         state = optimizer.state[parameter]
         state["exp_avg"] = torch.zeros(3, 4).T
@@ -238,7 +265,16 @@ def test_memory_that_runs_out_leaves_no_old_addresses(monkeypatch):
         monkeypatch.setattr(launches, "sent", send)
         names, sent = stub.of(optimizer.step)
         assert names == [*SUMS, "update"] and sent == (3 if changes == "the table" else 1)
-        assert optimizer.kernels._fresh[0] == parameters[0].grad.data_ptr()
+        assert optimizer.launcher._fresh[0] == parameters[0].grad.data_ptr()
+
+
+def test_a_step_keeps_no_gradient(monkeypatch):
+    Stub(monkeypatch)
+    (parameter,) = model((4, 3))
+    with_kernels(MARS([parameter], rule="mars-adamw")).step()
+    gradient = weakref.ref(parameter.grad)
+    parameter.grad = None
+    assert gradient() is None
 
 
 def test_a_clip_that_is_changed_in_place_is_sent(monkeypatch):
@@ -257,10 +293,10 @@ def test_where_triton_cannot_compile_a_line_says_so_and_steps_go_on(monkeypatch,
         raise NotADirectoryError("/home/nobody/.triton")
 
     monkeypatch.setattr(launches, "launch", launch)
-    monkeypatch.setattr(mars, "has_kernels", lambda device: True)
+    monkeypatch.setattr(mars, "has_launches", lambda device: True)
     (parameter,) = model((4, 3))
     optimizer = MARS([parameter], rule="mars-adamw")
-    assert optimizer.kernels is None
+    assert optimizer.launcher is None
     [line] = [each.message for each in caplog.records if "cannot be compiled" in each.message]
     assert "/home/nobody/.triton" in line and "TRITON_CACHE_DIR" in line
     before = parameter.detach().clone()
@@ -270,13 +306,13 @@ def test_where_triton_cannot_compile_a_line_says_so_and_steps_go_on(monkeypatch,
 
 def test_copies_make_kernels_of_their_own_and_pickles_hold_none(monkeypatch):
     stub = Stub(monkeypatch)
-    monkeypatch.setattr(mars, "has_kernels", lambda device: True)
+    monkeypatch.setattr(mars, "has_launches", lambda device: True)
     optimizer = MARS(model((4, 3)), rule="mars-adamw")
     optimizer.step()
     assert b"triton" not in pickle.dumps(optimizer) and b"optim.gpu" not in pickle.dumps(optimizer)
     twin = copy.deepcopy(optimizer)
     twin.param_groups[0]["params"][0].grad = torch.ones(4, 3)
-    assert twin.kernels.plans is twin.plans and twin.plans is not optimizer.plans
+    assert twin.launcher.plans is twin.plans and twin.plans is not optimizer.plans
     assert stub.of(twin.step)[0] == [*SUMS, "update"]
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchmars.optim.gpu import programs, tile_programs
+from torchmars.optim.gpu import programs
 
 SINGLE, HALF = tl.float32, tl.bfloat16
 # Of each kernel and form the dtypes that it reads, and those that it writes, element by element.
@@ -29,29 +29,32 @@ FORMS = {
         ((tl.float16, HALF, True), [tl.float16, HALF], []),
     ],
     "update": [
-        (("adamw", SINGLE, SINGLE, SINGLE, SINGLE, SINGLE), [SINGLE] * 5, [SINGLE] * 4),
-        (("adamw", SINGLE, SINGLE, None, SINGLE, SINGLE), [SINGLE] * 4, [SINGLE] * 3),
+        (("adamw", SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, True), [SINGLE] * 5, [SINGLE] * 4),
+        (("adamw", SINGLE, SINGLE, None, SINGLE, SINGLE, False), [SINGLE] * 4, [SINGLE] * 3),
         (
-            ("adamw", SINGLE, SINGLE, HALF, HALF, SINGLE),
+            ("adamw", SINGLE, SINGLE, HALF, HALF, SINGLE, True),
             [SINGLE] * 3 + [HALF] * 2,
             [SINGLE] * 2 + [HALF] * 2,
         ),
-        (("adamw", HALF, HALF, HALF, HALF, HALF), [HALF] * 5, [HALF] * 4),
-        (("sign", SINGLE, SINGLE, SINGLE, SINGLE, None), [SINGLE] * 4, [SINGLE] * 3),
-        (("lean sign", SINGLE, SINGLE, None, SINGLE, None), [SINGLE] * 3, [SINGLE] * 2),
-        (("momentum", None, SINGLE, SINGLE, SINGLE, None), [SINGLE] * 3, [SINGLE] * 2),
-        (("lean momentum", None, SINGLE, None, SINGLE, None), [SINGLE] * 2, [SINGLE]),
+        (("adamw", HALF, HALF, HALF, HALF, HALF, True), [HALF] * 5, [HALF] * 4),
+        (("adamw", SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, False), [SINGLE] * 5, [SINGLE] * 3),
+        (("mars-lion", SINGLE, SINGLE, SINGLE, SINGLE, None, True), [SINGLE] * 4, [SINGLE] * 3),
+        (("mars-lion", SINGLE, SINGLE, None, SINGLE, None, False), [SINGLE] * 3, [SINGLE] * 2),
+        (("lion", SINGLE, SINGLE, None, SINGLE, None, False), [SINGLE] * 3, [SINGLE] * 2),
+        (("mars", None, SINGLE, SINGLE, SINGLE, None, True), [SINGLE] * 3, [SINGLE] * 2),
+        (("mars", None, SINGLE, None, SINGLE, None, False), [SINGLE] * 2, [SINGLE]),
+        (("muon", None, SINGLE, None, SINGLE, None, False), [SINGLE] * 2, [SINGLE]),
     ],
     "pack": [
-        ((SINGLE, None, HALF), [SINGLE], [HALF]),
-        ((SINGLE, SINGLE, HALF), [SINGLE] * 2, [HALF]),
+        (("mars", SINGLE, None, HALF), [SINGLE], [HALF]),
+        (("muon", SINGLE, SINGLE, HALF), [SINGLE] * 2, [HALF]),
     ],
     "step_along": [
         ((SINGLE, HALF), [SINGLE, HALF], [SINGLE]),
         ((SINGLE, SINGLE), [SINGLE] * 2, [SINGLE]),
     ],
+    "look_ahead": [((SINGLE, SINGLE), [SINGLE], [SINGLE])],
     "sum_pieces": [(None, None, None)],
-    "total": [(None, None, None)],
     "settle": [(None, None, None)],
 }
 TARGETS = 80, 90, 100
@@ -68,6 +71,7 @@ THREADS = 4 * 32
 def compiled(kernel, form, target):
     """What Triton makes of a kernel, launched as `launches.launch` does."""
     kinds = {"numbers": "*fp64", "partial": "*fp64", "count": "i32", "first": "i32"}
+    kinds |= {"norm": "*fp64", "total": "*fp64"}
     kinds |= {"form": "constexpr", "packed": "i64"}
     signature = {name: kinds.get(name, "*i64") for name in kernel.arg_names}
     source = ASTSource(
@@ -85,7 +89,7 @@ def of_full_blocks(dtypes):
 @pytest.mark.parametrize("name,number,target", full_but(QUICK, CASES))
 def test_full_blocks_move_16_bytes_at_a_time_and_nothing_is_spilt(name, number, target, tmp_path):
     form, reads, writes = FORMS[name][number]
-    kernel = getattr(programs, name, None) or getattr(tile_programs, name)
+    kernel = getattr(programs, name)
     made = compiled(kernel, form, target)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(made.asm["cubin"])
@@ -110,7 +114,7 @@ def test_full_blocks_move_16_bytes_at_a_time_and_nothing_is_spilt(name, number, 
     "number,target",
     full_but(
         [(2, 90)],
-        [(n, t) for n, (form, *_) in enumerate(FORMS["update"]) if form[3] for t in TARGETS],
+        [(n, t) for n, (form, *_) in enumerate(FORMS["update"]) if form[6] for t in TARGETS],
     ),
 )
 def test_last_gradients_are_written_when_all_threads_have_read_them(number, target):

@@ -31,9 +31,9 @@ from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_from_tables
 from torchmars.models import build_meta_model
 from torchmars.optim import mars
+from torchmars.optim.compiling import has_triton
 from torchmars.optim.gpu import launches
-from torchmars.optim.kernels import has_triton
-from torchmars.optim.matrices import traffic
+from torchmars.optim.matrices import agreement
 from torchmars.parallel.groups import make_groups, make_meshes
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
@@ -185,7 +185,7 @@ def launched_kernels(watches: list[Watch], kernels: bool) -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(launches, "launch", launch))
-        patches.enter_context(mock.patch.object(mars, "has_kernels", lambda _: kernels))
+        patches.enter_context(mock.patch.object(mars, "has_launches", lambda _: kernels))
         patches.enter_context(mock.patch.object(FakeTensor, "data_ptr", address))
         patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda each: each))
         yield
@@ -224,12 +224,11 @@ def make_step(
     """
     config = config_from_tables(tables, "of a test")
     model, fake = fake_model(config, world, vocab_size)
-    alone = {"check_same_plan": lambda *_: None, "on_all_ranks": lambda here, *_: here}
     watches: list[Watch] = []
     kernels = kernels and has_triton()
     stubs = contextlib.ExitStack()
     stubs.enter_context(launched_kernels(watches, kernels))
-    with OnFakeGpu(fake), mock.patch.multiple(traffic, **alone):
+    with OnFakeGpu(fake), mock.patch.object(agreement, "_least", lambda values, *_: values):
         optimizer = build_optimizer(config, model.whole, model.weights, model.layout)
         optimizer.compile = compiled
         average = None
@@ -263,7 +262,7 @@ def make_step(
         "microbatches": microbatches,
         "passes": asdict(passes.found),
         "optimizer": asdict(updates.found),
-        "addresses": optimizer.kernels._sent[0] if optimizer.kernels else [],
+        "addresses": optimizer.launcher._sent[0] if optimizer.launcher else [],
     }
 
 

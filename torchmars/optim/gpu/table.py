@@ -1,60 +1,64 @@
-"""Where the tensors of an optimizer lie, and in which pieces the kernels work on them."""
+"""Where the tensors of an optimizer lie, and in which pieces the programs work on them."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from torchmars.optim.gpu.programs import BEGIN, PIECE
-from torchmars.optim.rules import RULES, Rule
-from torchmars.optim.rules.adamw import AdamW, MarsAdamW
-from torchmars.optim.rules.lion import Lion, MarsLion
-from torchmars.optim.rules.matrix import MarsM, MarsShampoo, Muon
+from torchmars.optim.gpu.programs import BEGIN, COLUMNS, PIECE
+from torchmars.optim.rules import AdamW, Lion, MarsAdamW, MarsLion, MarsM, MarsShampoo, Muon, Rule
 from torchmars.optim.step import GroupTensors, State
 from torchmars.optim.tensors import innermost
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-MATRICES = (MarsM, MarsShampoo, Muon)
-# How momentum and weights follow from the gradient. A rule that derives from one of these may do it
-# in another way.
-KINDS: dict[type[Rule], str] = {
+# What `programs.update` calls a rule. One that derives from these may do it in another way.
+PROGRAMS: dict[type[Rule], str] = {
     AdamW: "adamw",
     MarsAdamW: "adamw",
-    Lion: "sign",
-    MarsLion: "sign",
-} | dict.fromkeys(MATRICES, "momentum")
+    Lion: "lion",
+    MarsLion: "mars-lion",
+    Muon: "muon",
+    MarsM: "mars",
+    MarsShampoo: "mars",
+}
 
 
 class Form(NamedTuple):
-    """How kernels of the second pass differ: the `form` of `update`."""
+    """What is constant in a launch of `programs.update`: a rule, and dtypes."""
 
-    kind: str
-    """One of `KINDS`, with "lean " before it where a lean momentum is kept."""
+    rule: str
+    """One of `PROGRAMS`."""
     weight: tl.dtype | None
-    """None: weights are not updated here."""
+    """None: weights are not updated here, as those of matrix rules."""
     grad: tl.dtype
     last: tl.dtype | None
-    first: tl.dtype
-    second: tl.dtype | None
+    """None: no last gradient is kept."""
+    one: tl.dtype
+    """Of the first buffer."""
+    two: tl.dtype | None
+    """Of the second moment, if there is one."""
+    keeps: bool
+    """Whether the gradient becomes the last one."""
 
     @staticmethod
-    def of(group: GroupTensors) -> "Form":
-        """Return the form of a group. Raises `KeyError` for a rule or a dtype without kernels."""
-        state, rule = group.states[0], type(RULES[group.rule])
-        kind = KINDS[rule]
-        lean = kind in ("sign", "momentum") and not group.corrects
-        gradient, second = group.parameters[0].grad, state.get("exp_avg_sq")
+    def of(group: GroupTensors, exact: bool) -> "Form":
+        """Return the form of a group. Raises `KeyError` for a rule or a dtype without programs."""
+        rule = PROGRAMS[type(group.rule)]
+        dtypes = {name: each.dtype for name, each in group.states[0].items() if name != "step"}
+        first = next(iter(dtypes))
+        gradient = group.parameters[0].grad
         assert gradient is not None
         return Form(
-            f"lean {kind}" if lean else kind,
-            None if rule in MATRICES else DTYPES[group.parameters[0].dtype],
+            rule,
+            None if rule in ("mars", "muon") else DTYPES[group.parameters[0].dtype],
             DTYPES[gradient.dtype],
-            DTYPES[state["last_grad"].dtype] if group.corrects else None,
-            DTYPES[state[group.names[0]].dtype],
-            None if second is None else DTYPES[second.dtype],
+            DTYPES[dtypes["last_grad"]] if group.corrects else None,
+            DTYPES[dtypes[first]],
+            DTYPES[dtypes["exp_avg_sq"]] if "exp_avg_sq" in dtypes else None,
+            group.corrects and not exact,
         )
 
 
@@ -69,34 +73,42 @@ class Launch(NamedTuple):
 class AddressTable:
     """The rows of all parameters of an optimizer, and the pieces of those that have a gradient.
 
-    They hold while the addresses and the groups of a step stay as they are.
+    They hold while the addresses and the groups of a step stay as they are. `ahead` are the tensors
+    where exact mode keeps the next step's h.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], groups: Sequence[GroupTensors]) -> None:
-        forms = [Form.of(group) for group in groups]
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        groups: Sequence[GroupTensors],
+        ahead: Mapping[Tensor, Tensor],
+        exact: bool,
+    ) -> None:
+        self.forms = [Form.of(group, exact) for group in groups]
         # Neighbours share launches. Where no last gradient is read, any dtype of one will do.
         order = sorted(
             range(len(groups)),
-            key=lambda each: (str(forms[each].grad), str(forms[each].last), str(forms[each])),
+            key=lambda each: (str(self.forms[each][2:4]), str(self.forms[each])),
         )
         place = {parameter: row for row, parameter in enumerate(parameters)}
-        self.forms = forms  # of the groups
-        self.tiles: dict[tuple, Tensor] = {}
-        """Pieces of tiles of matrices, for each list of tiles that an exchange has."""
+        self.blocks: dict[tuple, Tensor] = {}
+        """Pieces of blocks of matrices, for each list of blocks that an exchange has."""
         self.rows_of = [[place[each] for each in group.parameters] for group in groups]
-        columns = [[0] * 10 for _ in parameters]
+        columns = [[0] * COLUMNS.value for _ in parameters]
         of_rows: list[int] = []
         launches, first = [], 0
         for number in order:
             group, begin = groups[number], first
             for row, parameter, each in zip(self.rows_of[number], group.parameters, group.states):
                 pieces = -(-innermost(parameter).numel() // PIECE.value)
-                pieces_of_row = first, first + pieces
-                columns[row] = [*_columns(parameter, group, each, number), *pieces_of_row]
+                addresses = _addresses(parameter, group, each, ahead.get(parameter))
+                length = innermost(parameter).numel()
+                columns[row] = [*addresses, length, group.stacks, number + 1, first, first + pieces]
                 of_rows += [row] * pieces
                 first += pieces
-            launches.append(Launch(begin, first - begin, forms[number]))
-        self.rows = torch.tensor(columns, dtype=torch.int64).view(len(columns), 10).T.contiguous()
+            launches.append(Launch(begin, first - begin, self.forms[number]))
+        by_row = torch.tensor(columns, dtype=torch.int64).view(len(columns), COLUMNS.value)
+        self.rows = by_row.T.contiguous()
         rows = torch.tensor(of_rows, dtype=torch.int64)
         numbers = torch.arange(first) - self.rows[BEGIN.value][rows]  # among those of a row
         self.pieces = torch.stack([rows, numbers * PIECE.value], 1)
@@ -107,28 +119,25 @@ class AddressTable:
             for some in [list(alike)]
         ]
 
-    def check_wires(self, wires: Iterable[torch.dtype]) -> None:
-        """Raise `KeyError` for a dtype that matrices travel in and kernels do not know."""
-        for wire in wires:
-            DTYPES[wire]
 
-
-def _columns(parameter: Tensor, group: GroupTensors, state: State, number: int) -> list[int]:
-    """Return the columns of a parameter's row, except its pieces: see `programs`.
+def _addresses(
+    parameter: Tensor, group: GroupTensors, state: State, ahead: Tensor | None
+) -> list[int]:
+    """Return where a parameter, its state and the next h lie: the first columns of its row.
 
     Raises `KeyError` for state that somebody has replaced by what is not as the others.
     """
-    names = (group.names[0], "exp_avg_sq", "last_grad", "step")
-    like = innermost(parameter)
-    for name in names[:3]:
-        if name in state:
-            buffer = innermost(state[name])
-            if buffer.dtype != group.states[0][name].dtype or buffer.stride() != like.stride():
-                raise KeyError(name)
+    like, names = innermost(parameter), [name for name in state if name != "step"]
+    for name in names:
+        buffer = innermost(state[name])
+        if buffer.dtype != group.states[0][name].dtype or buffer.stride() != like.stride():
+            raise KeyError(name)
     if state["step"].dtype != torch.float32:
         raise KeyError("step")
-    addresses = [innermost(state[name]).data_ptr() if name in state else 0 for name in names]
-    return [like.data_ptr(), *addresses, like.numel(), group.stacks, number + 1]
+    tensors = [parameter, *(state.get(name) for name in (names[0], "exp_avg_sq", "last_grad"))]
+    return [0 if each is None else innermost(each).data_ptr() for each in (*tensors, ahead)] + [
+        innermost(state["step"]).data_ptr()
+    ]
 
 
 def _sum_launches(launches: Iterable[Launch]) -> list[Launch]:

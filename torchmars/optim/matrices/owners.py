@@ -3,7 +3,7 @@
 A matrix that lies whole on one shard is orthogonalised there, if its parameter has such on each
 shard, or if it is a head. One that is cut is orthogonalised whole too, on one of the ranks. The
 plan follows from shapes, meshes and placements alone, so every rank makes the same one on its own.
-`traffic.py` carries it out.
+`exchange.py` carries it out.
 """
 
 import functools
@@ -11,10 +11,18 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchmars.optim.matrices.shapes import Blocks, MatrixShape, Units, units_of
-from torchmars.optim.matrices.tiles import tile_of
+from torchmars.optim.matrices.shapes import (
+    Block,
+    Extents,
+    MatrixShape,
+    Units,
+    block_of,
+    units_of,
+)
+from torchmars.optim.meshes import MeshPlace
 
 # A bucket travels in one all-to-all. It is small enough to overlap with the work on others, and has
 # work for every rank.
@@ -34,14 +42,14 @@ class PlannedBucket(NamedTuple):
 
 def plan_buckets(
     shapes: Sequence[MatrixShape],
-    blocks: Sequence[Blocks],
+    extents: Sequence[Extents],
     flops: Callable[[int, int], int],
     ranks: Sequence[int],
     loads: dict[int, int],
 ) -> list[PlannedBucket]:
     """Return units with their owners, bucket by bucket.
 
-    `blocks` has each shard's part of each parameter, and `ranks` are the shards of the first
+    `extents` has each shard's part of each parameter, and `ranks` are the shards of the first
     replica, then of the others. Units at home go to the ranks that have their shard, one in each
     replica, and those that are cut to all ranks: each unit to the rank with the least work so far,
     the most costly first ("longest processing time", Graham 1969). Those at home come first, since
@@ -49,9 +57,9 @@ def plan_buckets(
     one. `flops` is the cost of a matrix [rows, cols]. `loads` is the work of each global rank in
     FLOPs. It is carried on from bucket to bucket, and updated.
     """
-    flops, shards = functools.cache(flops), len(blocks[0])
+    flops, shards = functools.cache(flops), len(extents[0])
     units = [units_of(number, shape) for number, shape in enumerate(shapes)]
-    stay = [whole_parts(*each) for each in zip(shapes, blocks)]
+    stay = [whole_parts(*each) for each in zip(shapes, extents)]
     work = [loads.get(rank, 0) for rank in ranks]
     buckets = []
     for home in (True, False):
@@ -92,22 +100,22 @@ class WholePart(NamedTuple):
 
 
 @functools.lru_cache  # a model has few kinds of parameters
-def whole_parts(shape: MatrixShape, blocks: Blocks) -> list[WholePart]:
+def whole_parts(shape: MatrixShape, extents: Extents) -> list[WholePart]:
     """Return the units that are at home, shard by shard.
 
     Heads are wherever a shard has all of one. Others are if none of them is cut, and all shards
     have work: each has one, and they are of one shape. Else none of them is.
     """
     units, found = units_of(0, shape), []
-    if not shape.per_head and len(blocks) > 1 and len({each.shape for each in units}) > 1:
+    if not shape.per_head and len(extents) > 1 and len({each.shape for each in units}) > 1:
         return []
-    for shard, block in enumerate(blocks):
-        tiles = [(place, tile_of(each, block)) for place, each in enumerate(units)]
-        own = [(place, tile) for place, tile in tiles if tile]
-        whole = [(place, tile) for place, tile in own if tile.is_whole]
+    for shard, extent in enumerate(extents):
+        blocks = [(place, block_of(each, extent)) for place, each in enumerate(units)]
+        own = [(place, block) for place, block in blocks if block]
+        whole = [(place, block) for place, block in own if block.is_whole]
         if not shape.per_head and (not own or len(whole) < len(own)):
             return []
-        found += [WholePart(shard, place, tile.first, tile.length) for place, tile in whole]
+        found += [WholePart(shard, place, block.first, block.length) for place, block in whole]
     return found
 
 
@@ -167,3 +175,79 @@ def _deal(units: Units, cost: int, heap: Heap) -> Iterator[tuple[Units, int]]:
     for owner, count in shares.items():
         yield units.part(first, count), owner
         first += count
+
+
+class Packing(NamedTuple):
+    """The blocks of one all-to-all, in the order in which they lie in memory: rank by rank."""
+
+    blocks: list[Block]
+    elements: list[int]
+    """Of all blocks for, or from, each rank of the shard group."""
+
+
+@dataclass
+class Bucket:
+    """This rank's work for one bucket."""
+
+    home: bool
+    """Whether all matrices lie whole on the shards of their owners: only replicas send anything."""
+    by_replica: list[list[Block]]
+    """This rank's blocks of the units that each replica owns, in the order in which they return.
+    At home, equal shapes follow each other."""
+    outgoing: Packing
+    """This rank's blocks of the units that ranks of its replica own. Like the next two without
+    blocks at home."""
+    incoming: Packing
+    """The blocks of the units that this rank owns."""
+    owned: dict[tuple[int, int], list[Units]]
+    """By the shape of their matrices."""
+    travels: bool
+    """Whether anything of it is sent."""
+
+
+def rank_bucket(planned: PlannedBucket, extents: Sequence[Extents], place: MeshPlace) -> Bucket:
+    """Return the work of the rank at `place` for a bucket.
+
+    `extents` has each shard's part of each parameter. The time is linear in the bucket's units, and
+    in the rank's own units times the ranks.
+    """
+    shards = place.shards
+    # This rank's blocks by their owner, and those of its units by where they come from.
+    outgoing: dict[int, list[Block]] = {}
+    incoming: dict[int, list[Block]] = {}
+    owned: dict[tuple[int, int], list[Units]] = {}
+    for units, owner in planned.owners:
+        block = block_of(units, extents[units.parameter][place.shard])
+        if block is not None:
+            outgoing.setdefault(owner, []).append(block)
+        if not planned.home and owner == place.replica * shards + place.shard:
+            owned.setdefault(units.shape, []).append(units)
+            for source, extent in enumerate(extents[units.parameter]):
+                theirs = block_of(units, extent)
+                if theirs is not None:
+                    incoming.setdefault(source, []).append(theirs)
+    by_replica = [
+        _packing(outgoing, range(replica * shards, (replica + 1) * shards))
+        for replica in range(place.replicas)
+    ]
+    if planned.home:
+        for blocks, _ in by_replica:
+            blocks.sort(key=lambda block: block.units.shape)
+    return Bucket(
+        planned.home,
+        [blocks for blocks, _ in by_replica],
+        Packing([], []) if planned.home else by_replica[place.replica],
+        _packing(incoming, range(shards)),
+        owned,
+        travels=not planned.home or place.replicas > 1,
+    )
+
+
+def _packing(by_rank: dict[int, list[Block]], ranks: Sequence[int]) -> Packing:
+    """Return the blocks for, or from, these ranks."""
+    packing = Packing([], [0] * len(ranks))
+    for place, rank in enumerate(ranks):
+        blocks = by_rank.get(rank, ())
+        packing.blocks.extend(blocks)
+        packing.elements[place] = sum(block.numel for block in blocks)
+    return packing

@@ -1,24 +1,25 @@
 """Parameters seen as matrices: how one is cut by rows, and which part of it a rank has.
 
-A fused QKV weight is cut into three before it is orthogonalised (`split`). Parts that are runs of
-whole rows are matrices of their own from the plan on. Others, columns and rows that take turns, are
-cut where the matrix lies whole.
+A unit is a matrix that is orthogonalised on its own. A block is a rank's part of one, in one piece
+of its memory. A fused QKV weight is cut into three before it is orthogonalised (`split`). Parts
+that are runs of whole rows are units of their own from the plan on. Others, columns and rows that
+take turns, are cut where the matrix lies whole.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+from torchmars.optim.meshes import MeshPlace
 
 Interval = tuple[int, int]
 # The part [batch, rows, cols] of a matrix parameter that a rank has.
-Block = tuple[Interval, Interval, Interval]
-Blocks = tuple[Block, ...]  # of each shard
+Extent = tuple[Interval, Interval, Interval]
+Extents = tuple[Extent, ...]  # of each shard
 
 
 @dataclass(frozen=True)
@@ -86,39 +87,23 @@ class MatrixShape:
         """Whether its parts are no runs of whole rows."""
         return self.transposed or sum(self.parts) < self.matrix[1]
 
-    def as_stack(self, blocks: Blocks) -> tuple["MatrixShape", Blocks]:
-        """Return heads of one size as a batch of matrices, and the `blocks` within it.
+    def as_stack(self, extents: Extents) -> tuple["MatrixShape", Extents]:
+        """Return heads of one size as a batch of matrices, and the `extents` within it.
 
-        They lie in memory as before, but the heads of a rank are one tile, which costs its host as
-        much as one head would. Where a block cuts a head, all is returned as it is.
+        They lie in memory as before, but the heads of a rank are one block, which costs its host as
+        much as one head would. Where an extent cuts a head, all is returned as it is.
         """
         if not self.per_head or self.is_cut_whole or len(self.shape) > 2:
-            return self, blocks
+            return self, extents
         heads, rows = len(self.parts), self.parts[0]
         if len({*self.parts}) > 1 or any(
-            edge % rows for _, of_rows, _ in blocks for edge in of_rows
+            edge % rows for _, of_rows, _ in extents for edge in of_rows
         ):
-            return self, blocks
+            return self, extents
         stack = replace(self, shape=(heads, rows, self.shape[1]), split=1, flatten=False)
         return stack, tuple(
-            ((top // rows, bottom // rows), (0, rows), cols) for _, (top, bottom), cols in blocks
+            ((top // rows, bottom // rows), (0, rows), cols) for _, (top, bottom), cols in extents
         )
-
-    def cut(self, matrices: Tensor) -> list[Tensor]:
-        """Return the parts [n, out, in] of whole `matrices` [n, rows, cols]."""
-        if not self.is_cut_whole:
-            return [matrices]
-        oriented = matrices.mT if self.transposed else matrices
-        turns = oriented.unflatten(1, (-1, sum(self.parts))).split(self.parts, dim=2)
-        return [each.flatten(1, 2).contiguous() for each in turns]
-
-    def put_together(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole matrices [n, rows, cols] of `parts`, as `cut` returns them."""
-        if not self.is_cut_whole:
-            return parts[0]
-        turns = [each.unflatten(1, (-1, rows)) for each, rows in zip(parts, self.parts)]
-        whole = torch.cat(turns, dim=2).flatten(1, 2)
-        return whole.mT if self.transposed else whole
 
     def local(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Return the shape of a rank's part, `shape`, seen as [batch, rows, cols]."""
@@ -127,9 +112,9 @@ class MatrixShape:
         *batch, rows, cols = shape
         return math.prod(batch), rows, cols
 
-    def block(
+    def extent(
         self, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
-    ) -> Block:
+    ) -> Extent:
         """Return the part of the rank at `coordinate` of the mesh, within [batch, rows, cols].
 
         Raises `ValueError` if a flattened matrix is sharded over one of its later dims.
@@ -184,7 +169,7 @@ def intervals(
 class Units(NamedTuple):
     """Matrices of one shape to orthogonalise, each on its own.
 
-    They are the rows [row, row + rows) of the entries [entry, entry + length) of a batch of
+    They are the rows from `row` on of the entries [entry, entry + length) of a batch of
     matrices, parameter number `parameter`. Several entries have these rows and no others.
     """
 
@@ -192,28 +177,84 @@ class Units(NamedTuple):
     entry: int
     length: int
     row: int
-    rows: int
-    cols: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of each matrix."""
-        return self.rows, self.cols
+    shape: tuple[int, int]
+    """[rows, cols] of each."""
 
     def part(self, first: int, length: int) -> "Units":
         """Return `length` of them from number `first` on."""
-        return Units(self.parameter, self.entry + first, length, self.row, self.rows, self.cols)
+        return self._replace(entry=self.entry + first, length=length)
 
 
 def units_of(parameter: int, shape: MatrixShape) -> list[Units]:
     """Return the matrices of parameter number `parameter`, in order."""
     batch, rows, cols = shape.matrix
     if shape.is_cut_whole or shape.parts == (rows,):
-        return [Units(parameter, 0, batch, 0, rows, cols)] if batch * rows * cols else []
+        return [Units(parameter, 0, batch, 0, (rows, cols))] if batch * rows * cols else []
     starts = list(itertools.accumulate(shape.parts, initial=0))
     return [
-        Units(parameter, entry, 1, row, rows, cols)
+        Units(parameter, entry, 1, row, (rows, cols))
         for entry in range(batch)
         for row, rows in zip(starts, shape.parts)
         if rows * cols
     ]
+
+
+class Block(NamedTuple):
+    """A rank's part of units: a slab [length, rows, cols] of some of them, or of a part of each."""
+
+    units: Units
+    first: int
+    """The first of the units that it has a part of. The others follow."""
+    length: int
+    rows: slice
+    """Within each unit, as `cols`."""
+    cols: slice
+    start: int
+    """Its first element, within the local shard. The others follow: a unit has whole rows."""
+    numel: int
+    """Its elements."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all rows and columns of its units."""
+        return self.numel == self.length * math.prod(self.units.shape)
+
+    def cut(self, size: int) -> Iterator["Block"]:
+        """Yield blocks of `size` units, and one of the rest."""
+        each = self.numel // self.length
+        for done in range(0, self.length, size):
+            length = min(size, self.length - done)
+            first, start = self.first + done, self.start + done * each
+            yield self._replace(first=first, length=length, start=start, numel=length * each)
+
+
+def block_of(units: Units, extent: Extent) -> Block | None:
+    """Return the block of `units` in a rank's `extent`, or None."""
+    (b0, b1), (r0, r1), (c0, c1) = extent
+    first, last = max(b0, units.entry), min(b1, units.entry + units.length)
+    top, bottom = max(r0, units.row), min(r1, units.row + units.shape[0])
+    if first >= last or top >= bottom or c0 >= c1:
+        return None
+    return Block(
+        units,
+        first - units.entry,
+        last - first,
+        slice(top - units.row, bottom - units.row),
+        slice(c0, c1),
+        ((first - b0) * (r1 - r0) + top - r0) * (c1 - c0),
+        (last - first) * (bottom - top) * (c1 - c0),
+    )
+
+
+def extents_of_shards(
+    shapes: Sequence[MatrixShape], placements: Sequence[Sequence[Placement]], place: MeshPlace
+) -> list[Extents]:
+    """Return each shard's part of each parameter: a model has few kinds of them."""
+    known: dict[tuple[MatrixShape, tuple[Placement, ...]], Extents] = {}
+    for kind in zip(shapes, map(tuple, placements)):
+        if kind not in known:
+            shape, placed = kind
+            known[kind] = tuple(
+                shape.extent(place.mesh_shape, placed, each) for each in place.coordinates
+            )
+    return [known[kind] for kind in zip(shapes, map(tuple, placements))]
