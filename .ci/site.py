@@ -34,7 +34,6 @@ The optimizers, for a loop of your own. They need no other package than torch.
 ::: torchmars.optim.MARS
 ::: torchmars.optim.param_groups
 ::: torchmars.optim.lr_factor
-::: torchmars.optim.between
 """
 PYTHON = """# torchmars
 

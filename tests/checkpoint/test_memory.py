@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.damage import spoil
 from tests.support.ranks import run_ranks
-from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest
+from torchmars.checkpoint.manifest import FORMAT, VERSION, CheckpointManifest
 from torchmars.checkpoint.memory import shared_memory, slots
 from torchmars.checkpoint.memory.copies import MemoryCopies, choose_copy
 from torchmars.checkpoint.memory.shared_memory import MEMORY
@@ -244,7 +244,7 @@ def damages_of(whole):
     for place in range(0, len(whole), 37):
         yield whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
     yield from (whole + b"x", b"\0" * len(whole), b"[]", b"null", b"1e999", b"[" * 10**5, b"\xff")
-    yield whole.replace(b"copy-5", b"copy-4")
+    yield whole.replace(b"copy-%d" % VERSION, b"copy-4")
     yield FORMAT.text({}).encode()  # of a manifest
     yield slots.COPY_FORMAT.text({"step": 1}).encode()
     yield slots.COPY_FORMAT.text({"step": "1", "start": 3}).encode()

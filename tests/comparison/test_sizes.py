@@ -62,6 +62,7 @@ def test_mistakes_are_one_line(transfer, tmp_path):
         ((), "name two sizes or more"),
         (("--widths", "64"), "name two sizes or more"),
         (("--widths", "64,many"), "--widths: '64,many' is no numbers of sizes"),
+        (("--widths", "0,64"), "--widths: '0,64' is no numbers of sizes"),
         (widths, "--lr-grid is missing: give the learning rates to try, or --check"),
         ((*widths, "--lr-grid", "1,x"), "--lr-grid: 'x' is no number"),
         ((*widths, "--lr-grid", "1,2", "--validation.interval", "0"), "validation.interval = 0"),

@@ -1,6 +1,8 @@
 """What the site is made of: every page in its menu, every public name documented in full."""
 
 import inspect
+import pkgutil
+import re
 
 import pytest
 import yaml
@@ -32,6 +34,14 @@ def test_every_page_is_in_the_menu_once():
     menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.name != "README.md"]
     assert sorted(in_menu(menu)) == sorted([*pages, *MADE])
+
+
+def test_the_site_names_what_there_is():
+    text = (ROOT / ".ci" / "site.py").read_text()
+    names = re.findall(r"^::: (torchmars\.\S+)$", text, re.MULTILINE)
+    assert len(names) > 5
+    for name in names:
+        assert pkgutil.resolve_name(name)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -16,6 +16,10 @@ METRICS = [
     '{"step": 7, "train/loss": [[1]]}',
     '{"step": 7, "train/loss": "x"}',
     '{"step": 7, "train/loss": ' + "[" * 5000 + "]" * 5000 + "}",
+    '{"step": 99999999999999999999, "train/loss": 1}',
+    '{"step": 7, "train/loss": 1' + "0" * 400 + "}",
+    '{"step": -1, "train/loss": 1}',
+    '{"step": 7, "train/loss": true}',
     '"step"',
     '{"step": 7, "train/lo',
     "\x00",
@@ -25,6 +29,9 @@ EVENTS = [
     '{"time": "x", "event": "saved", "step": 7}',
     '{"event": "saved", "step": 7}',
     '{"time": 1.8e9, "step": 7}',
+    '{"time": 1.8e9, "event": "saved", "step": Infinity}',
+    '{"time": 1e300, "event": "saved", "step": 7}',
+    '{"time": NaN, "event": "saved", "step": 7}',
     "[1]",
 ]
 HALF = {"time": 1.8e9, "event": "half \ud800", "step": 8, "text": "\udfff"}

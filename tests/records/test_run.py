@@ -68,6 +68,7 @@ def test_skipped_steps_are_those_since_the_report_before(folder):
         (None, "it has no config.toml"),
         ("[training\n", "is not valid TOML"),
         ("[tool]\na = 1\n", "has no training.steps"),
+        ('[training]\nsteps = "many"\n', "has no training.steps"),
     ],
 )
 def test_a_folder_that_is_no_run(tmp_path, config, message):

@@ -18,7 +18,7 @@ from torchmars.data.tokenizer import VocabularySize
 from torchmars.storage import storage_of
 from torchmars.storage.storage import MANIFEST, File
 
-VERSION = 5  # of all that a run's folder has
+VERSION = 6  # of all that a run's folder has
 FORMAT = Format(
     "torchmars-checkpoint",
     VERSION,

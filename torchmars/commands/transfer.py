@@ -74,9 +74,12 @@ def main() -> None:
 def read_sizes(text: str | None, option: str) -> list[int]:
     """Return the numbers of an option; none if it is not given. Raises `UserError`."""
     try:
-        return sorted({int(word) for word in words(text, option)}) if text is not None else []
+        sizes = sorted({int(word) for word in words(text, option)}) if text is not None else []
     except ValueError:
-        raise UserError(f"{option}: {text!r} is no numbers of sizes: write 64,128,256") from None
+        sizes = [0]
+    if sizes and sizes[0] < 1:
+        raise UserError(f"{option}: {text!r} is no numbers of sizes: write 64,128,256")
+    return sizes
 
 
 def check_training(options: CheckTransfer, config: ResolvedConfig, arguments: list[str]) -> Grid:

@@ -136,8 +136,8 @@ class MoE(nn.Module):
     Where `counted` [experts], int64, is set, it adds to that how many tokens chose each expert.
     What layouts and balance use of it, and so of another that a model's `routed` names: `counted`,
     `dispatch`, `shared`, `router` and `experts`. Of a router they use `weight` [experts, width],
-    `bias`, `pressure` and `z_loss`. All parameters of `experts` are stacks [experts, ...]. Both
-    pass each weight through their `local` before they compute with it.
+    `bias`, `pressure` and `z_loss`, and the optimizer `is_softmax`. All parameters of `experts` are
+    stacks [experts, ...]. Both pass each weight through their `local` before they compute with it.
     """
 
     counted: Tensor | None = None

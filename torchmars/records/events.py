@@ -14,6 +14,9 @@ from torchmars.records.lines import METRICS_FILE, Journal, Lines, Row, last_step
 
 EVENTS_FILE = "events.jsonl"
 
+# The seconds of the year 9999, after which Python knows no date.
+LAST_TIME = 253_402_214_400
+
 
 @dataclass(frozen=True)
 class Event:
@@ -49,7 +52,10 @@ def read_events(file: Path) -> Lines[Event]:
 
 def event_of(row: Row) -> Event:
     """Return the event that a line tells. Raises for any other line."""
-    return Event(str(row.pop("event")), int(row.pop("step")), float(row.pop("time")), row)
+    kind, step, moment = str(row.pop("event")), int(row.pop("step")), float(row.pop("time"))
+    if not 0 <= moment < LAST_TIME:
+        raise ValueError("its time is in no calendar")
+    return Event(kind, step, moment, row)
 
 
 @dataclass(frozen=True)

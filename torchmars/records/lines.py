@@ -99,6 +99,10 @@ class Lines(list[T]):
     """How many lines were left out."""
 
 
+# Numbers of hundreds of digits, and brackets in thousands of others.
+BEYOND = (OverflowError, RecursionError)
+
+
 def read_lines(file: Path, read: Callable[[Row], T]) -> Lines[T]:
     """Return the results of `read` for each line of a file; nothing if there is no file.
 
@@ -113,7 +117,7 @@ def read_lines(file: Path, read: Callable[[Row], T]) -> Lines[T]:
             for line in stream:
                 try:
                     found.append(read(json.loads(line)))
-                except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+                except (ValueError, TypeError, LookupError, AttributeError, *BEYOND):
                     # The last line may be one that is just being written.
                     found.damaged += line.endswith(b"\n") and bool(line.strip())
     return found
@@ -121,9 +125,11 @@ def read_lines(file: Path, read: Callable[[Row], T]) -> Lines[T]:
 
 def measurements(row: Row) -> Row:
     """Return a line's step and measurements. Raises `ValueError` for anything but numbers."""
-    numbers = all(value is None or isinstance(value, int | float) for value in row.values())
-    if not numbers or type(row["step"]) is not int:
+    numbers = all(value is None or type(value) in (int, float) for value in row.values())
+    if not numbers or type(row["step"]) is not int or not 0 <= row["step"] < 2**63:
         raise ValueError("it has other things than numbers, or no step")
+    for value in row.values():
+        float(value or 0)  # not one of hundreds of digits
     return row
 
 

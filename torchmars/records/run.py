@@ -152,7 +152,7 @@ def read_run(folder: str | Path) -> Run:
         raise UserError(f"{folder} is not the folder of a run: {why}: {other_run(folder)}")
     config = read_toml(file)
     training = config.get("training")
-    if not isinstance(training, dict) or "steps" not in training:
+    if not isinstance(training, dict) or type(training.get("steps")) is not int:
         raise UserError(f"{folder} is not the folder of a run: {file} has no training.steps")
     return Run(folder, config)
 
