@@ -62,7 +62,8 @@ def losing(trainer):
     global calls
     calls += 1
     if calls == 4 and os.environ["RANK"] == "1":
-        shutil.rmtree(shared_memory.memory_of_launcher())
+        folder = shared_memory.memory_of_launcher()
+        shutil.rmtree(folder.rename(f"{folder}-gone"))  # rank 0 may be writing there
     return original(trainer)
 
 
