@@ -84,8 +84,8 @@ class MARS(torch.optim.Optimizer):
 
     A step whose gradients are not all finite, or have a norm above 1.8e19 after the global clip, is
     skipped: it changes nothing (in exact mode the last gradient is still replaced). `telemetry`
-    counts such steps. A last gradient like that is not
-    used: the tensor's next correction is 0, as in a first step.
+    counts such steps. A last gradient that is not finite is not used: the tensor's next correction
+    is 0, as in a first step.
 
     Args:
         params: parameters, named parameters or groups of them, as for any `torch.optim.Optimizer`.

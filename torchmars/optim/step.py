@@ -34,11 +34,17 @@ class GroupTensors:
         self.stacks = stacks
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         self.corrects = "last_grad" in states[0]
-        beta1, gamma = settings["betas"][0], settings["gamma"] if self.rule.variance_reduced else 0
+        beta1, beta2 = settings["betas"]
+        gamma = settings["gamma"] if self.rule.variance_reduced else 0
         self.kappa = gamma * beta1 / (1 - beta1)
         """The strength of the correction, which a first step does not have."""
         following = settings.get("gamma_next")
-        self.gamma_next = gamma if following is None else following
+        self.numbers = [
+            *(settings["lr"], settings["weight_decay"], settings["eps"]),
+            *(beta1, 1 - beta1, beta2, 1 - beta2),
+            gamma if following is None else following,
+        ]
+        """Those of `Factors` from `lr` to `gamma_next`, in their order."""
 
     def flatten(self) -> None:
         """Make the flat tensors that torch's passes work on."""
@@ -54,18 +60,15 @@ class GroupTensors:
 
     def factors(self, verdict: "Verdict", columns: Sequence[Tensor], keeps: bool) -> Factors:
         """Return the factors of an update. `columns` are those [n] of the tensors."""
-        settings, (beta1, beta2) = self.settings, self.settings["betas"]
-        numbers = [settings["lr"], settings["weight_decay"], settings["eps"]]
-        numbers += [beta1, 1 - beta1, beta2, 1 - beta2, self.gamma_next]
-        own = [settings[each.name] for each in self.rule.own]
+        own = [self.settings[each.name] for each in self.rule.own]
         # On the CPU, also for parameters on a GPU: kernels take them as arguments, so nothing is
         # copied or waited for.
-        scalars = [torch.as_tensor(each, dtype=self.dtype) for each in (*numbers, *own)]
+        scalars = [torch.as_tensor(each, dtype=self.dtype) for each in (*self.numbers, *own)]
         wide = [each if each.dtype == torch.bool else each.to(self.dtype) for each in columns]
         return Factors._make(
             [
-                *(verdict.applied, verdict.scale.to(self.dtype), *scalars[: len(numbers)]),
-                dict(zip((each.name for each in self.rule.own), scalars[len(numbers) :])),
+                *(verdict.applied, verdict.scale.to(self.dtype), *scalars[: len(self.numbers)]),
+                dict(zip((each.name for each in self.rule.own), scalars[len(self.numbers) :])),
                 *(self.corrects, keeps, self.stacks, *wide),
             ]
         )

@@ -46,11 +46,11 @@ def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) 
     level: Level = "off" if config.data.verify == "off" else "size"
     data = prepare_data(config, level)
     data.verify(level)
-    # torch's compiler and its checkpoints come with these, a second that a new run does not take.
     optimizer = config.optimizer.settings()
     if optimizer["by_role"] or optimizer["by_pattern"]:  # else it fits every model
         build_optimizer(config, model)
     if checkpoints(config.checkpoints) or config.checkpoint.init_from:
+        # torch's checkpoints come with it: time that a new run does not take.
         from torchmars.training.checkpointer import check_resume
 
         check_resume(config, data, model)

@@ -266,21 +266,10 @@ def sums_in_float64(device: torch.device) -> bool:
 
 def group_settings(group: GroupTensors) -> list[float]:
     """Return the settings of a group in the order of the slots of `programs`."""
-    settings, (beta1, beta2) = group.settings, map(float, group.settings["betas"])
-    return [
-        float(settings["lr"]),
-        float(settings["weight_decay"]),
-        float(settings["eps"]),
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        float(group.gamma_next),
-        math.log(beta1) if beta1 else -math.inf,
-        math.log(beta2) if beta2 else -math.inf,
-        float(group.kappa),
-        math.inf if settings["clip"] is None else float(settings["clip"]),
-    ]
+    clip = group.settings["clip"]
+    logs = [math.log(beta) if beta else -math.inf for beta in group.settings["betas"]]
+    others = [*logs, group.kappa, math.inf if clip is None else clip]
+    return [float(each) for each in (*group.numbers, *others)]
 
 
 def _length(count: int) -> int:
