@@ -1,7 +1,6 @@
 """Steps by Triton's kernels, in its interpreter: those of the passes on tensors."""
 
 import copy
-import importlib.util
 import pickle
 import weakref
 
@@ -14,11 +13,9 @@ from tests.optim.gpu.interpreted import sharded_steps, steps, steps_of, with_ker
 from tests.support.full import full_but, selected
 from tests.support.ranks import run_ranks
 from torchmars.optim import MARS, mars, param_groups, transfer_factors
-from torchmars.optim.gpu import launches
 from torchmars.optim.rules import RULES, MarsAdamW, MatrixRule
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton", allow_module_level=True)
+launches = pytest.importorskip("torchmars.optim.gpu.launches", reason="needs triton")
 
 QUICK = [
     ("mars-adamw", "nan"),

@@ -1,2 +1,1 @@
-"""A step by Triton's kernels, on a GPU. Only `choice` and `launches` can be
-imported without Triton."""
+"""A step by Triton's kernels, on a GPU. Its modules need Triton."""
