@@ -216,7 +216,7 @@ def make_step(
     compiled: bool = True,
     kernels: bool = True,
 ) -> dict[str, Any]:
-    """Make two training steps of rank 0 of `world`; return what the second one does.
+    """Make some training steps of rank 0 of `world`; return what the last one does.
 
     `tables` are those of a config. The optimizer has `kernels` by Triton, where it is installed; or
     whether its passes are compiled: `compiled`. Returns how many `tensors` and `microbatches` there
@@ -240,7 +240,8 @@ def make_step(
     windows = torch.zeros(size, config.training.seq_len + 1, dtype=torch.int64)
     with fake, stubs, compiled_kernels(watches), without_vote():
         batch = [fake.from_tensor(windows) for _ in range(microbatches)]
-        for _ in range(2):  # the first one makes state, and buffers
+        # The first one makes state, and buffers; in exact mode the second one its other places.
+        for _ in range(3 if optimizer.exact else 2):
             passes, updates = Watch(Found()), Watch(Found())
             watches += [passes, updates]
             if optimizer.exact:
