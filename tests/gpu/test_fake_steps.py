@@ -76,8 +76,8 @@ MORE = {
     "full": 60,
     "float8": 480,
 }
-# What the optimizer starts for each tensor by Triton's passes, and by torch's, which a GPU has where
-# Triton is missing or something else is in its way; and for a step.
+# What the optimizer starts for each tensor by Triton's passes, and by torch's, which a GPU has
+# where Triton is missing or something else is in its way; and for a step.
 OF_TENSOR = {
     "mars-adamw": (7, 7),
     "mars-lion": (3, 5),
