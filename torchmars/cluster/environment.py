@@ -20,6 +20,7 @@ from torchmars.cluster.scheduler import (
 )
 from torchmars.cluster.sizes import MinMax, read_bounds
 from torchmars.core.bounds import Range
+from torchmars.core.cores import own_cores
 from torchmars.core.errors import UserError
 from torchmars.core.files import check_writable
 from torchmars.core.typed import make, whole_number
@@ -297,10 +298,7 @@ def keep_compiled_in(folder: Path, option: str = "run.folder") -> None:
 
 
 def cores_of(variables: Mapping[str, str]) -> int:
-    """Return the CPU cores of this machine that the job, or else this process, may use.
-
-    Raises `UserError`.
-    """
+    """Return the CPU cores here that the job, or else this process, may use. Raises `UserError`."""
     if in_batch_job(variables) and variables.get(CORES):
         return make(Cores, whole_number(variables[CORES]), name=CORES)
-    return len(os.sched_getaffinity(0))
+    return own_cores()

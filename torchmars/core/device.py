@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchmars.core.cores import own_cores
+
 
 @dataclass(frozen=True)
 class Maker:
@@ -105,7 +107,7 @@ def describe_machine() -> dict[str, str | int | float]:
     """Return what measurements depend on: GPUs, cores and how busy these are, and torch."""
     return {
         "device": gpu_name(0),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": own_cores(),
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
     }

@@ -13,6 +13,7 @@ from torchmars.cluster.scheduler import TaskArray
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
 from torchmars.core.console import say
+from torchmars.core.cores import own_cores
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, remove
 from torchmars.core.locks import locked
@@ -150,7 +151,7 @@ def make_pieces(
     encoder = make_encoder(config, sizes)
     total = sum(plan.piece_size(number) for number in mine)
     read = sum(progress[number].read for number in mine)
-    processes = config.processes or len(os.sched_getaffinity(0))
+    processes = config.processes or own_cores()
     if encoder.kind != "hf":  # no more than there are blocks
         processes = max(1, min(processes, -(-(total - read) // sizes.block)))
     what = f"tokenising {config.source} ({config.tokenizer})"

@@ -17,6 +17,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.config.parallelism import Accumulation, PipelineSchedule
 from torchmars.config.plugins import load_plugins
 from torchmars.config.toml_files import Tables
+from torchmars.core.cores import own_cores
 from torchmars.core.errors import UserError
 from torchmars.models import Model
 from torchmars.parallel.checks import check_layout, check_memory
@@ -208,7 +209,7 @@ def plan_all(
     """Plan each of `layouts`, in order, in processes: a plan leaves its process group behind."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["torchmars.planning.plan"])  # once, for all of them
-    workers = max(1, min(len(layouts), (os.cpu_count() or 1) // 2))
+    workers = max(1, min(len(layouts), own_cores() // 2))
     os.environ.update(found_as_here(os.environ))  # for the server, which starts with the first
     work = partial(planned, world_size=world_size, per_node=per_node)
     with ProcessPoolExecutor(
