@@ -139,7 +139,7 @@ def test_a_manifest_that_does_not_fit_is_refused(prepared, change, message):
     [
         (
             {"training": {"global_batch_size": 10_000}},
-            r"too small for one global batch: \d+ windows of training.seq_len = 32",
+            r"is too small: [\d,]+ tokens, and a step needs 10000 x 32 ",
         ),
         (
             {"training": {"seq_len": 5000, "global_batch_size": 1}},

@@ -123,9 +123,9 @@ def check_size(
     train, validation = found
     if train < samples:
         raise UserError(
-            f"the corpus in {folder} is too small for one global batch: {train} windows of "
-            f"training.seq_len = {seq_len} tokens, and its share of training.global_batch_size is "
-            f"{samples}: lower one of the two or add text"
+            f"the corpus in {folder} is too small: {manifest.splits['train'].tokens:,} tokens, and "
+            f"a step needs {samples} x {seq_len} (its share of training.global_batch_size x "
+            "training.seq_len): add text or lower one of the two"
         )
     if validation < 1:
         raise UserError(
