@@ -11,7 +11,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import listen_here, tiny_tables, write_text
 from tests.support.tokenizers import tokenizer_file
 from torchmars.core.errors import UserError
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.exchange.export import texts_of
 from torchmars.exchange.saved_model import load_model, open_model
 

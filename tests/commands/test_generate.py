@@ -11,8 +11,7 @@ from tests.support.tiny import tiny_tables, train, write_text
 from tests.support.tokenizers import KINDS, llama_2
 from torchmars.commands import generate
 from torchmars.config import ModelConfig
-from torchmars.data.named_tokenizers import ByteTokenizer
-from torchmars.data.tokenizer_file import FileTokenizer
+from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer
 from torchmars.evaluation import sampling
 from torchmars.models import build_model
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import tiktoken
-import tokenizers
 
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config
@@ -17,10 +16,10 @@ from torchmars.data import packed
 from torchmars.data.corpus import Sizes
 from torchmars.data.manifest import FORMAT, read_manifest
 from torchmars.data.mixture import Mixture, MixturePart
-from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.packed import PackedWindows, pack_shards
 from torchmars.data.packing import best_fit_windows
 from torchmars.data.prepare import prepare_shards, prepare_task
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models.documents import begins
 
 transformers = pytest.importorskip("transformers")
@@ -45,60 +44,18 @@ def tokens_of(folder, split="train"):
     return np.concatenate(parts).astype(int).tolist()
 
 
-def set_in(folder, **changes):
-    """Change the tokenizer_config.json of a folder. None takes a key out."""
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text()) | changes
-    kept = {key: value for key, value in settings.items() if value is not None}
-    file.write_text(json.dumps(kept))
-
-
 @pytest.mark.parametrize("template", ["<s> $A", "</s> $A", "<s> $A </s>", "$A </s>"])
-@pytest.mark.parametrize("add", [None, False, True])
-def test_auto_is_what_transformers_puts_before_a_text(template, add, tmp_path):
-    """Where it puts none, it is the bos_token, unless that is not to be added."""
-    theirs = write_tokenizer(tmp_path, template)
-    set_in(tmp_path, add_bos_token=add)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    first = theirs("The").input_ids[0]
-    expected = first if first in theirs.all_special_ids else theirs.bos_token_id
-    if first not in theirs.all_special_ids and add is False:
-        expected = None
-    if expected == theirs.eos_token_id:  # which stands before each document as it is
-        expected = None
-    assert load_tokenizer(str(tmp_path), "auto").begin_token == expected
-
-
-@pytest.mark.parametrize(
-    "names,expected",
-    [
-        (["</s>", "<s>"], "<s>"),
-        (["[EOS]", "[BOS]", "a"], "[BOS]"),
-        (["<eos>", "<bos>"], "<bos>"),
-        (["<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"], "<｜begin▁of▁sentence｜>"),
-        (["<|endoftext|>", "<s"], None),
-    ],
-)
-def test_auto_knows_usual_names_where_no_file_names_one(names, expected, tmp_path):
-    vocabulary = {name: number for number, name in enumerate(["a", *names])}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(
-        str(tmp_path / "tokenizer.json")
-    )
-    found = load_tokenizer(str(tmp_path), "auto")
-    assert found.begin_token == (expected and vocabulary[expected])
-    assert found.end_of_text == vocabulary[names[0]]
-
-
-def test_a_file_that_names_no_begin_token_has_none(tmp_path):
-    write_tokenizer(tmp_path, "$A", bos_token=None)
-    assert load_tokenizer(str(tmp_path), "auto").begin_token is None
+def test_auto_is_what_transformers_puts_before_a_text(template, tmp_path):
+    """Where it puts none, or the one that ends documents, it is as with none."""
+    first = write_tokenizer(tmp_path, template)("The").input_ids[0]
+    assert load_tokenizer(str(tmp_path), "auto").begin_token == (1 if first == 1 else None)
     assert load_tokenizer("bytes", "auto").begin_token is None
 
 
 def test_several_tokens_before_a_text_are_no_single_one(tmp_path):
     file = tmp_path / "tokenizer.json"
     llama_2("<s> <s> $A").save(str(file))
-    with pytest.raises(UserError, match=r"several tokens before a text \(<s> <s>\): name one"):
+    with pytest.raises(UserError, match='data.begin_token: "auto" is no single token of data.tok'):
         load_tokenizer(str(file), "auto")
     assert load_tokenizer(str(file), "<s>").begin_token == 1
 

@@ -12,8 +12,8 @@ from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.core.formats import OtherVersion
 from torchmars.data.manifest import FORMAT, read_manifest, write_manifest
-from torchmars.data.named_tokenizers import ByteTokenizer
 from torchmars.data.shards import check_shards
+from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import Windows
 from torchmars.training.preparation import prepare_data
 

@@ -15,9 +15,9 @@ from torchmars.config import DataConfig
 from torchmars.data import order
 from torchmars.data.loader import Loader, Sent, validation_batches
 from torchmars.data.mixture import MixedWindows
-from torchmars.data.named_tokenizers import ByteTokenizer
 from torchmars.data.order import window_of_sample
 from torchmars.data.shares import Shares
+from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import ChangedData, Windows
 
 T = 16

@@ -13,9 +13,9 @@ from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.data.loader import Loader, validation_batches
 from torchmars.data.mixture import MixedWindows
-from torchmars.data.named_tokenizers import ByteTokenizer
 from torchmars.data.order import place_of_sample, window_of_sample
 from torchmars.data.shares import Shares, shares_from_start
+from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import Windows
 
 T = 16

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
-from torchmars.data.named_tokenizers import ByteTokenizer
 from torchmars.data.packed import PackedWindows, pack_shards, packing_file
 from torchmars.data.packing import best_fit_windows
+from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import ChangedData
 
 END = 256

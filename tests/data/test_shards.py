@@ -12,7 +12,7 @@ from tests.support.tiny import tiny_config, write_text
 from torchmars.core.errors import UserError
 from torchmars.data import shards
 from torchmars.data.manifest import SPLITS, read_manifest
-from torchmars.data.named_tokenizers import ByteTokenizer
+from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import ChangedData, Windows
 from torchmars.training.preparation import prepare_data
 

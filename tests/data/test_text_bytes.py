@@ -14,7 +14,7 @@ from tests.support.tokenizers import KINDS
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import DataManifest, Split, read_manifest
 from torchmars.data.mixture import Mixture, MixturePart
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.training.preparation import prepare_data
 
 TEXTS = [f"  ä b {n}\n日本語 text" for n in range(99)]

@@ -12,14 +12,18 @@ import tokenizers
 
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config, write_text
-from tests.support.tokenizers import tokenizer_file
+from tests.support.tokenizers import llama_2, tokenizer_file
 from torchmars.begin import install_command
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
 from torchmars.data.corpus_plan import begin_plan, plan_corpus
 from torchmars.data.documents import Encoder, TextBlock, TextPart
-from torchmars.data.named_tokenizers import ByteTokenizer, TiktokenTokenizer, load_tokenizer
-from torchmars.data.tokenizer import smallest_dtype
+from torchmars.data.tokenizer import (
+    ByteTokenizer,
+    TiktokenTokenizer,
+    load_tokenizer,
+    smallest_dtype,
+)
 from torchmars.data.windows import Windows
 from torchmars.training.preparation import prepare_data
 
@@ -68,6 +72,20 @@ def test_a_file_of_hugging_face(tmp_path):
         assert [tokens.tolist() for tokens in found] == [[ord(c) for c in text] for text in texts]
         assert [tokenizer.decode(tokens.tolist()) for tokens in found] == texts
         assert tokenizer.decode([97, 127, 98, 200_000]) == "ab"
+
+
+def test_a_file_with_dropout_gives_the_same_tokens_each_time_and_says_so_once(tmp_path, capsys):
+    file = tmp_path / "tokenizer.json"
+    llama_2().save(str(file))
+    [expected] = load_tokenizer(str(file)).encode_batch(["The cat sat on"])
+    content = json.loads(file.read_text())
+    content["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(content))
+    for _ in range(9):
+        [found] = load_tokenizer(str(file)).encode_batch(["The cat sat on"])
+        assert found.tolist() == expected.tolist()
+    said = f"data.tokenizer: texts are encoded without the dropout of {file}\n"
+    assert capsys.readouterr().err == said
 
 
 def test_the_end_of_text_is_the_one_that_the_config_beside_the_file_names(tmp_path):
@@ -141,7 +159,6 @@ def damaged(file, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-WORDS = {"a": 0, "<|endoftext|>": 1}
 GIVES_UP = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
 
 
@@ -149,19 +166,10 @@ GIVES_UP = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isol
     "changes,message",
     [
         ({"pre_tokenizer": GIVES_UP | {"invert": False}}, "cannot encode a text .*retry-limit"),
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "no tokenizer.json"),
         ({"normalizer": {"type": "Precompiled"}}, "is no tokenizer.json"),
-        (
-            {"model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "?"}},
-            "cannot encode a text .*Missing .UNK. token",
-        ),
         (
             {"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]]}},
             "cannot encode a text .*`unk_id` is missing",
-        ),
-        (
-            {"model": {"type": "WordLevel", "vocab": {"?": 2**32 - 1}, "unk_token": "?"}},
-            "has a token of id 4,294,967,295",
         ),
     ],
 )
@@ -173,15 +181,6 @@ def test_a_file_that_gives_up_is_one_line(tmp_path, changes, message):
         load_tokenizer(str(file)).vocab_size  # noqa: B018
         load_tokenizer(str(file)).encode_batch(["x" * 3000 + " é"])
     assert "\n" not in str(mistake.value)
-
-
-def test_a_decoder_that_gives_up_is_one_line(tmp_path):
-    file = tokenizer_file(tmp_path)
-    model = {"type": "WordLevel", "vocab": {"x" * 3000: 0, "?": 1}, "unk_token": "?"}
-    decoder = {"type": "Replace", "pattern": GIVES_UP["pattern"], "content": ""}
-    damaged(file, model=model, decoder=decoder)
-    with pytest.raises(UserError, match="data.tokenizer: .* cannot decode tokens .*retry-limit"):
-        load_tokenizer(str(file)).decode([0])
 
 
 def test_a_tokenizer_that_gives_up_ends_a_preparation_in_one_line(tmp_path):
@@ -255,8 +254,7 @@ def test_nasty_documents_as_bytes():
     assert tokens == expected
 
 
-@pytest.mark.parametrize("failure", [ValueError, OverflowError, RecursionError, SystemError])
-def test_whatever_a_document_makes_a_tokenizer_raise_leaves_that_one_out(monkeypatch, failure):
+def test_whatever_a_document_makes_a_tokenizer_raise_leaves_that_one_out(monkeypatch):
     """tiktoken's panics are no `Exception`; other versions raise other errors."""
 
     class PanicException(BaseException):
@@ -267,7 +265,7 @@ def test_whatever_a_document_makes_a_tokenizer_raise_leaves_that_one_out(monkeyp
 
         def encode_to_numpy(self, text, disallowed_special):
             if "bad" in text:
-                raise failure("several\nlines")
+                raise SystemError("several\nlines")
             if "worse" in text:
                 raise PanicException("a panic")
             return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
@@ -280,7 +278,7 @@ def test_whatever_a_document_makes_a_tokenizer_raise_leaves_that_one_out(monkeyp
     assert tokens == [*b"one", 256, *b"two", 256, *b"three", 256]
     assert "p50k_base cannot encode a text (several lines)" in reasons[0] and "panic" in reasons[1]
     for text in ("a bad text", "a \0 worse text"):
-        with pytest.raises(UserError, match="p50k_base cannot encode a text .*: leave it out"):
+        with pytest.raises(UserError, match="p50k_base cannot encode a text"):
             load_tokenizer("p50k_base").encode_batch(["good", text])
 
 
@@ -297,13 +295,6 @@ def test_a_document_that_a_file_of_hugging_face_gives_up_on_is_left_out(tmp_path
 def test_half_of_a_surrogate_pair_in_a_prompt_is_one_line():
     with pytest.raises(UserError, match="bytes cannot encode a text .*surrogates not allowed"):
         load_tokenizer("bytes").encode_batch(["a\ud800"])
-
-
-def test_an_end_of_text_with_half_of_a_surrogate_pair(tmp_path):
-    file = tokenizer_file(tmp_path)
-    file.with_name("tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
-    with pytest.raises(UserError, match="has none of the tokens that end a text"):
-        load_tokenizer(str(file)).end_of_text  # noqa: B018
 
 
 def test_without_the_package_the_line_says_what_to_install(tmp_path, monkeypatch):

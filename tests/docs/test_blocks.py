@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 from torchmars.__main__ import main
 from torchmars.cluster.environment import Environment, read_environment
 from torchmars.config.load import load_config
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 
 # text is what programs print. A block of another language is a mistake.
 LANGUAGES = {"python", "toml", "bash", "text", "bibtex"}

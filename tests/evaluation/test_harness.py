@@ -15,7 +15,7 @@ from tests.support.tokenizers import write_llama
 from torchmars.cluster import connection
 from torchmars.commands import export
 from torchmars.config import ParallelismConfig
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.scoring import Scorer, Tokens

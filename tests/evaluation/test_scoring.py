@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config
 from torchmars.cluster import connection
-from torchmars.data.named_tokenizers import ByteTokenizer
+from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.scoring import Scorer, Tokens

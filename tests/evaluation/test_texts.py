@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.tokenizers import KINDS
 from torchmars.config import DataConfig
-from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.prepare import prepare_shards
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.evaluation import texts
 from torchmars.evaluation.scoring import Score, Scorer, Tokens
 

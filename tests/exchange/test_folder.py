@@ -34,8 +34,8 @@ from torchmars.config.load import config_from_tables
 from torchmars.config.toml_files import read_toml
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import read_manifest
-from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.order import window_of_sample
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.windows import Windows
 from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
 from torchmars.exchange.export import export_folder

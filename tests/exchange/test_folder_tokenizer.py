@@ -9,7 +9,7 @@ import torch
 from tests.support.tokenizers import write_llama, write_tokenizer
 from torchmars.api import load
 from torchmars.core.errors import UserError
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.evaluation.scoring import Scorer, Tokens
 from torchmars.exchange.folder_tokenizer import FolderTokenizer
 

@@ -15,7 +15,7 @@ from tests.support.full import full_but
 from tests.support.mistakes import mistake
 from tests.support.tokenizers import tokenizer_file
 from torchmars.core.errors import UserError
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.exchange.folder import open_folder
 from torchmars.exchange.weight_files import load_weights
 from torchmars.exchange.weights import weights_of_folder

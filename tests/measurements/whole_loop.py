@@ -31,7 +31,7 @@ from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_t
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.load import config_from_tables
 from torchmars.core.tables import table
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import build_meta_model
 
 LOG_INTERVAL, BATCH, LENGTH, ROWS = 5, 8, 256, 8192

@@ -19,8 +19,7 @@ from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, Ended, UserError, say_error
 from torchmars.data.manifest import Shard, Split, make_manifest, numpy_dtype, write_manifest
-from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.data.tokenizer import smallest_dtype
+from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
 from torchmars.records.lines import METRICS_FILE, Row, measurements, read_lines
 
 LAST_LINES = 20  # of what a run printed that failed

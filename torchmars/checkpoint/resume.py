@@ -16,7 +16,7 @@ from torchmars.config.toml_files import flattened
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.words import or_none
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.optim import MARS
 from torchmars.storage import storage_of
 from torchmars.storage.storage import MANIFEST

@@ -52,7 +52,7 @@ class DataConfig:
     path of a Hugging Face tokenizer.json."""
     begin_token: Annotated[str, Mark.IDENTITY] = "none"
     """The token that each document begins with. none: no more than the one that ends the document
-    before. auto: the tokenizer's own, if it has one. Or a token of the vocabulary, such as <s>."""
+    before. auto: what the tokenizer's own template adds. Or a token of the vocabulary: <s>."""
     path: Annotated[str, Place()] | None = None
     """Folder of the tokenised shards. The first run fills it. Default: data/SOURCE-TOKENIZER; for
     text, jsonl and parquet -HASH follows, of source and files as written. With a mixture: the

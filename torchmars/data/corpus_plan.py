@@ -16,8 +16,8 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import read_text, write_durably
 from torchmars.core.typed import make, parse_json
 from torchmars.data.corpus import Piece, Sizes, corpus_pieces
-from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.rows import check_columns
+from torchmars.data.tokenizer import load_tokenizer
 
 NAME = "plan.json"
 ARRAY = "plan.json.array"

@@ -13,8 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.data.tokenizer import Tokenizer, Unencodable
+from torchmars.data.tokenizer import Tokenizer, Unencodable, load_tokenizer
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
 Position = tuple[int, int, int]

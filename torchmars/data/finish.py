@@ -15,8 +15,7 @@ from torchmars.core.files import remove, sha256, sync_folder, write_durably
 from torchmars.data import sources
 from torchmars.data.corpus_plan import CorpusPlan
 from torchmars.data.manifest import SPLITS, Shard, Split, make_manifest, numpy_dtype, write_manifest
-from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.data.tokenizer import Tokenizer, smallest_dtype
+from torchmars.data.tokenizer import Tokenizer, load_tokenizer, smallest_dtype
 from torchmars.data.writer import PieceProgress, read_progress, sync_file
 
 DAMAGED = "damaged.jsonl"

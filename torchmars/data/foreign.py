@@ -34,10 +34,9 @@ from torchmars.core.words import counted
 from torchmars.data.files import FoundFiles, below, fixed_parts, looking, other_path
 from torchmars.data.headerless import LLMC_KINDS, LOOKED_AT, check_made_with, check_numbers
 from torchmars.data.manifest import Shard, Split, make_manifest, numpy_dtype, write_manifest
-from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.progress_bar import ProgressBar
 from torchmars.data.shards import digest_and_largest
-from torchmars.data.tokenizer import TokenDtype, Tokenizer
+from torchmars.data.tokenizer import TokenDtype, Tokenizer, load_tokenizer
 
 # The words of names that say which split a file is of, as in Hugging Face's data sets.
 SPLIT_WORDS = {

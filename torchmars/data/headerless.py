@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from torchmars.core.errors import UserError
-from torchmars.data.tokenizer import TokenDtype, Tokenizer
-from torchmars.data.tokenizer_file import FileTokenizer
+from torchmars.data.tokenizer import FileTokenizer, TokenDtype, Tokenizer
 
 LOOKED_AT = 2**20  # bytes at the start of a file, which tell what its numbers are
 FEWEST = 64  # bytes that tell it

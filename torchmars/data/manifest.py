@@ -22,8 +22,7 @@ from torchmars.core.bounds import Bounds, Name, Place, Range
 from torchmars.core.errors import UserError
 from torchmars.core.files import write_durably
 from torchmars.core.formats import Format
-from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.data.tokenizer import TokenDtype, Tokenizer, VocabularySize
+from torchmars.data.tokenizer import TokenDtype, Tokenizer, VocabularySize, load_tokenizer
 
 NAME = "manifest.json"
 FORMAT = Format(

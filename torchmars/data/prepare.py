@@ -24,10 +24,9 @@ from torchmars.data.corpus_plan import CorpusPlan, begin_plan, has_plan, place_i
 from torchmars.data.documents import Encoded, Encoder, TextBlock
 from torchmars.data.finish import check_damage, finish_folder, rename_folder
 from torchmars.data.manifest import DataManifest, check_manifest, has_manifest, read_manifest
-from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.progress_bar import ProgressBar
 from torchmars.data.reading import read_piece
-from torchmars.data.tokenizer import TokenDtype, smallest_dtype
+from torchmars.data.tokenizer import TokenDtype, load_tokenizer, smallest_dtype
 from torchmars.data.workers import Submit, start_workers
 from torchmars.data.writer import LOCK_SECONDS, PieceWriter, read_progress
 

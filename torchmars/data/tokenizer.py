@@ -1,19 +1,31 @@
-"""The interface of tokenizers: text to token ids and back."""
+"""From text to token ids and back: by bytes, an encoding of tiktoken, or a tokenizer.json."""
 
 import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
 from collections.abc import Iterator
+from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import numpy as np
 
 from torchmars.core.bounds import Range
-from torchmars.core.errors import UserError
+from torchmars.core.console import say
+from torchmars.core.errors import UserError, file_errors, needs_package
+from torchmars.core.files import read_bytes, read_text, write_durably
+from torchmars.core.typed import is_text, meant, parse_json
 
-LARGEST_VOCABULARY = 10_000_000
-VocabularySize = Annotated[int, Range(1, LARGEST_VOCABULARY)]
+if TYPE_CHECKING:
+    import tiktoken
+    import tokenizers
+
+VocabularySize = Annotated[int, Range(1, 10_000_000)]
 TokenDtype = Literal["uint16", "uint32"]
-# Tokens that end a document in tokenizers that name none, likeliest first, and that begin one.
+# Tokens that end a document in tokenizers that name none, likeliest first.
 ENDS_OF_TEXT = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -22,14 +34,15 @@ ENDS_OF_TEXT = (
     "[EOS]",
     "<｜end▁of▁sentence｜>",
 )
-BEGINS_OF_TEXT = (
-    "<|startoftext|>",
-    "<|begin_of_text|>",
-    "<s>",
-    "<bos>",
-    "[BOS]",
-    "<｜begin▁of▁sentence｜>",
-)
+# Vocabulary and end of text of an encoding that needs no BPE files where no text is read.
+KNOWN = {"gpt2": (50257, 50256)}
+# The files of a model that name the ends of its texts. The first that does counts.
+GENERATION = "generation_config.json"
+NAMING_ENDS = (GENERATION, "config.json")
+# The id of each token that is not special: of two pairs, the lower one is merged first. Then the
+# regular expression of the pieces of text that are encoded apart, if any are, and the ids of
+# special tokens.
+BytePairs = tuple[dict[bytes, int], str | None, dict[str, int]]
 
 
 class Unencodable(UserError):
@@ -45,7 +58,7 @@ class Tokenizer(Protocol):
     """
 
     name: str
-    sha256: str | None
+    sha256: str | None = None
     begin_token: int | None = None
 
     @property
@@ -55,6 +68,11 @@ class Tokenizer(Protocol):
     @property
     def end_of_text(self) -> int:
         """The id that ends a document."""
+
+    @property
+    def put_before(self) -> list[int]:
+        """The ids that the tokenizer's own template puts before a text."""
+        return []
 
     @property
     def before(self) -> list[int]:
@@ -71,27 +89,18 @@ class Tokenizer(Protocol):
         """The ids that end a model's text."""
         return frozenset({self.end_of_text})
 
-    @property
-    def own_begin(self) -> int | None:
-        """The id of the tokenizer's own token that begins a text; None if it has none.
-
-        Raises `UserError` if it has several.
-        """
-        found = (self.number(name) for name in BEGINS_OF_TEXT)
-        return next((number for number in found if number is not None), None)
-
     def number(self, token: str) -> int | None:
         """Return the id of a token by its name in the vocabulary; None if there is none."""
 
     def token_of(self, text: str) -> int | None:
         """Return the id of the token that a text names, or is; None if it is no single one."""
-        if (number := self.number(text)) is not None:
-            return number
-        try:
-            found: list[int] = self.encode_batch([text])[0].tolist()
-        except Unencodable:
-            return None
-        return found[0] if len(found) == 1 and self.decode(found) == text else None
+        number = self.number(text)
+        if number is None:
+            with contextlib.suppress(Unencodable):
+                [found] = self.encode_batch([text])
+                if len(found) == 1 and self.decode(found.tolist()) == text:
+                    number = int(found[0])
+        return number
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, without an end-of-text token.
@@ -104,7 +113,7 @@ class Tokenizer(Protocol):
         """Return the token ids of a text, and how many of its bytes end with each of them.
 
         The bytes are those of the text itself in UTF-8. What a tokenizer drops is the next token's,
-        and what follows the last token is that one's.
+        and what follows the last token is that one's. Raises `Unencodable`.
         """
 
     def decode(self, tokens: list[int]) -> str:
@@ -125,24 +134,321 @@ class Tokenizer(Protocol):
         return True
 
 
+class BytePairTokenizer(Tokenizer, Protocol):
+    """A tokenizer each of whose tokens stands for some bytes."""
+
+    def byte_pairs(self) -> BytePairs:
+        """Return how it makes tokens of bytes."""
+
+    def bytes_of(self, tokens: list[int]) -> bytes:
+        """Return the bytes of token ids, which may begin or end within a letter."""
+
+    def number(self, token: str) -> int | None:
+        return self.byte_pairs()[2].get(token)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.bytes_of(tokens).decode("utf-8", errors="replace")
+
+    def decoded_bytes(self, tokens: list[int]) -> int:
+        return len(self.bytes_of(tokens))
+
+
+class ByteTokenizer(BytePairTokenizer):
+    """One token per UTF-8 byte, and one that ends a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_of_text = 256
+
+    def byte_pairs(self) -> BytePairs:
+        ranks = {bytes([byte]): byte for byte in range(256)}  # nothing is merged, or encoded apart
+        return ranks, None, {ENDS_OF_TEXT[0]: self.end_of_text}
+
+    def bytes_of(self, tokens: list[int]) -> bytes:
+        return bytes(token for token in tokens if token < 256)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        with package_errors("bytes cannot encode a text", Unencodable):
+            encoded = [text.encode() for text in texts]
+        return [np.frombuffer(each, dtype=np.uint8).astype(np.uint16) for each in encoded]
+
+    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        [tokens] = self.encode_batch([text])
+        return tokens, np.arange(1, len(tokens) + 1)
+
+
+class TiktokenTokenizer(BytePairTokenizer):
+    """A byte-pair encoding of tiktoken, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @cached_property
+    def _encoding(self) -> "tiktoken.Encoding":
+        import tiktoken  # takes a while, and not every run needs it
+
+        try:
+            return tiktoken.get_encoding(self.name)
+        except Exception as error:  # tiktoken passes on whatever its download raised
+            raise UserError(
+                f"the {self.name} tokenizer needs its BPE files once from the network, or "
+                f"TIKTOKEN_CACHE_DIR at a folder that has them ({type(error).__name__})"
+            ) from None
+
+    @property
+    def vocab_size(self) -> int:
+        return KNOWN[self.name][0] if self.name in KNOWN else self._encoding.n_vocab
+
+    @property
+    def end_of_text(self) -> int:
+        return KNOWN[self.name][1] if self.name in KNOWN else self._encoding.eot_token
+
+    def byte_pairs(self) -> BytePairs:
+        """Return private parts of tiktoken, which had the same names since its first version."""
+        found = self._encoding
+        return found._mergeable_ranks, found._pat_str, found._special_tokens
+
+    def bytes_of(self, tokens: list[int]) -> bytes:
+        parts = []
+        for token in tokens:
+            with contextlib.suppress(KeyError):  # an id without text
+                if not self._encoding.is_special_token(token):
+                    parts.append(self._encoding.decode_single_token_bytes(token))
+        return b"".join(parts)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        dtype = smallest_dtype(self.vocab_size)
+        with package_errors(f"{self.name} cannot encode a text", Unencodable):
+            return [self._encode(text).astype(dtype) for text in texts]
+
+    def _encode(self, text: str) -> np.ndarray:
+        """Return the token ids of a text.
+
+        `encode_to_numpy` spares a list of Python's numbers, a fifth of the time. But it reads
+        special tokens out of a text, and refuses half of a surrogate pair. `encode_ordinary` is not
+        called: where it gives up, it prints a traceback.
+        """
+        special = any(token in text for token in self._encoding.special_tokens_set)
+        if special or not text or not is_text(text):
+            found = self._encoding.encode(text, disallowed_special=())
+            return np.array(found, dtype=np.uint32)
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
+
+    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        [tokens] = self.encode_batch([text])
+        sizes = map(len, map(self._encoding.decode_single_token_bytes, tokens.tolist()))
+        return tokens, np.fromiter(accumulate(sizes), np.int64)
+
+
+class FileTokenizer(Tokenizer):
+    """A tokenizer of Hugging Face, by the path of its tokenizer.json or of the folder with it."""
+
+    def __init__(self, name: str) -> None:
+        """Raises `UserError` if there is no such file."""
+        self.name = name
+        path = Path(os.path.expanduser(name))
+        self.path = path / "tokenizer.json" if os.path.isdir(path) else path
+        remedy = "name a tokenizer.json, or the folder that has it"
+        with file_errors(f"data.tokenizer: cannot read {self.path}", remedy):
+            self._content = read_bytes(self.path)
+        self.sha256: str | None = hashlib.sha256(self._content).hexdigest()
+
+    @cached_property
+    def _tokenizer(self) -> "tokenizers.Tokenizer":
+        with needs_package("tokenizers", f"the tokenizer {self.path}"):
+            import tokenizers
+        with package_errors(f"{self.path} is no tokenizer.json"):
+            tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
+        if getattr(tokenizer.model, "dropout", None):
+            tokenizer.model.dropout = None  # each text would have other tokens each time
+            say_without_dropout(self.path)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # as the text that they are
+        return tokenizer
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+
+    @property
+    def text(self) -> str:
+        """The content of the tokenizer.json."""
+        return self._content.decode()
+
+    def token(self, number: int) -> str:
+        """Return the token of an id that there is."""
+        return str(self._tokenizer.id_to_token(number))
+
+    @cached_property
+    def end_of_text(self) -> int:
+        named = self.named("eos_token")
+        tokens = ENDS_OF_TEXT if named is None else [named]
+        found = [number for each in tokens if (number := self.number(each)) is not None]
+        if not found:
+            raise UserError(
+                f"data.tokenizer: {self.path} has none of the tokens that end a text "
+                f"({', '.join(tokens)}): put a tokenizer_config.json with its eos_token beside it"
+            )
+        return found[0]
+
+    @cached_property
+    def put_before(self) -> list[int]:
+        from tokenizers import Tokenizer, models
+
+        # A token of another tokenizer, so that no text and no vocabulary plays a part.
+        any_token = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
+        whole = self._tokenizer.post_process(any_token, None, True)
+        return whole.ids[: [*whole.special_tokens_mask, 0].index(0)]
+
+    def number(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token) if is_text(token) else None
+
+    def named(self, setting: str) -> str | None:
+        """Return the token that a setting names, as a text or as a table; None if it names none."""
+        found = self.settings.get(setting)
+        found = found.get("content") if isinstance(found, dict) else found
+        return found if isinstance(found, str) else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The contents of the tokenizer_config.json beside the file, as of a `table`."""
+        return self.table("tokenizer_config.json")
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Return the contents of a file of JSON beside this one; nothing if there is none.
+
+        Raises `UserError` if it is damaged.
+        """
+        file = self.path.with_name(name)
+        try:
+            return parse_json(read_text(file)) if os.path.lexists(file) else {}
+        except (OSError, ValueError) as error:
+            raise UserError(f"data.tokenizer: cannot read {file} ({error}): restore it") from None
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The end token of documents here, and the end tokens of the model a run started from."""
+        return frozenset({self.end_of_text, *self.ends_of_model})
+
+    @cached_property
+    def ends_of_model(self) -> list[int]:
+        """The ids that end a text by what the model says that lies beside the file; mostly none.
+
+        Raises `UserError` for a file that names no token ids.
+        """
+        for name in NAMING_ENDS:
+            found = self.table(name).get("eos_token_id")
+            ends = found if isinstance(found, list) else [] if found is None else [found]
+            if not all(type(number) is int and number >= 0 for number in ends):
+                file = self.path.with_name(name)
+                raise UserError(f"{file}: eos_token_id is {found!r}, no token id: correct it")
+            if ends:
+                return ends
+        return []
+
+    def copy_to(self, folder: Path) -> None:
+        """Leave all that the tokenizer is read from in a folder. Raises `OSError`."""
+        folder.mkdir(exist_ok=True)
+        if ends := self.ends_of_model:
+            write_durably(folder / GENERATION, json.dumps({"eos_token_id": ends}) + "\n")
+        write_durably(folder / "tokenizer_config.json", json.dumps(self.settings, indent=2) + "\n")
+        write_durably(folder / "tokenizer.json", self.text)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        dtype = smallest_dtype(self.vocab_size)
+        # Not its encode_batch, which takes all cores.
+        return [np.array(self._encode(text).ids, dtype=dtype) for text in texts]
+
+    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        found = self._encode(text)
+        tokens = np.array(found.ids, dtype=smallest_dtype(self.vocab_size))
+        # The package counts letters of the text, whatever it has made of them.
+        letters = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        sizes = 1 + (letters > 0x7F) + (letters > 0x7FF) + (letters > 0xFFFF).astype(np.int64)
+        after = np.concatenate([[0], np.cumsum(sizes)])
+        ends = np.maximum.accumulate(after[[end for _, end in found.offsets]])
+        ends[-1:] = after[-1]
+        return tokens, ends
+
+    def _encode(self, text: str) -> "tokenizers.Encoding":
+        with package_errors(f"{self.path} cannot encode a text", Unencodable):
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, tokens: list[int]) -> str:
+        with package_errors(f"{self.path} cannot decode tokens"):
+            return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def is_settled(self, tokens: list[int]) -> bool:
+        """Return False after a token that stands for a byte: one that is no part of a letter makes
+        all of those before it unknown, up to the last one that is no byte."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}  # without text
+        last = next((token for token in reversed(tokens) if token not in special), None)
+        return last is None or not self.token(last).startswith("<0x")  # as sentencepiece has them
+
+
+def load_tokenizer(name: str, begin_token: str = "none") -> Tokenizer:
+    """Return the tokenizer that data.tokenizer names, and documents begin as `begin_token` says.
+
+    That is data.begin_token. Raises `UserError` if there is no such tokenizer or token. Its files
+    are read only when they are needed.
+    """
+    tokenizer = find_tokenizer(name)
+    if begin_token == "none":
+        return tokenizer
+    found = tokenizer.put_before if begin_token == "auto" else [tokenizer.token_of(begin_token)]
+    if len(found) > 1 or None in found:
+        raise UserError(
+            f"data.begin_token: {json.dumps(begin_token, ensure_ascii=False)} is no single token "
+            f"of data.tokenizer = {json.dumps(name)}: name a token of its vocabulary, auto or none"
+        )
+    # Documents that begin with the token that ends them have it before them as it is.
+    tokenizer.begin_token = next((each for each in found if each != tokenizer.end_of_text), None)
+    return tokenizer
+
+
+def find_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of a name or a path. Raises `UserError` if there is none."""
+    if name == ByteTokenizer.name:
+        return ByteTokenizer()
+    if name in KNOWN:
+        return TiktokenTokenizer(name)
+    if "/" in name or name.endswith(".json"):
+        return FileTokenizer(name)
+    import tiktoken
+
+    known = [ByteTokenizer.name, *tiktoken.list_encoding_names()]
+    if name in known:
+        return TiktokenTokenizer(name)
+    if os.path.exists(name):
+        return FileTokenizer(name)
+    otherwise = f"it is one of {', '.join(known)}, or the path of a tokenizer.json"
+    raise UserError(
+        f"data.tokenizer: there is none called {name!r}: {meant(name, known, otherwise)}"
+    )
+
+
+@cache  # once
+def say_without_dropout(path: Path) -> None:
+    """Say it, but not in the processes that tokenise nor, after their launcher, in ranks."""
+    if multiprocessing.parent_process() is None and "RANK" not in os.environ:
+        say(f"data.tokenizer: texts are encoded without the dropout of {path}", error=True)
+
+
 @contextlib.contextmanager
-def package_errors(
-    name: Path | str, what: str, kind: type[UserError] = UserError
-) -> Iterator[None]:
-    """Raise an error of a `kind`, that a tokenizer is or does `what`, where its package gives up.
+def package_errors(what: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Raise an error of a `kind`, which says `what`, where a tokenizer's package gives up.
 
     The packages raise anything, and for a panic of Rust not even an `Exception`.
     """
     try:
         yield
-    except UserError:
-        raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        panic = type(error).__name__ == "PanicException"
+        if isinstance(error, UserError) or not isinstance(error, Exception) and not panic:
             raise
-        reason = " ".join(str(error).split())
-        remedy = "leave it out" if kind is Unencodable else "name another file"
-        raise kind(f"data.tokenizer: {name} {what} ({reason}): {remedy}") from None
+        raise kind(f"data.tokenizer: {what} ({error})") from None
 
 
 def smallest_dtype(vocab_size: int) -> TokenDtype:

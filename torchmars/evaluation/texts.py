@@ -12,8 +12,7 @@ from torchmars.core.tables import table
 from torchmars.data.documents import Damage, decode, documents_in
 from torchmars.data.files import matches
 from torchmars.data.manifest import read_manifest
-from torchmars.data.tokenizer import Tokenizer
-from torchmars.data.tokenizer_file import FileTokenizer
+from torchmars.data.tokenizer import FileTokenizer, Tokenizer
 from torchmars.data.windows import Windows
 from torchmars.evaluation.sampling import UNKNOWN
 from torchmars.evaluation.scoring import Report, Scorer, Tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmars.config.model_args import Multipliers
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, read_bytes, sync_folder, write_durably
-from torchmars.data.tokenizer_file import GENERATION
+from torchmars.data.tokenizer import GENERATION
 from torchmars.exchange.card import HEAD, model_card
 from torchmars.exchange.saved_model import SavedModel, tokenizer_of
 from torchmars.exchange.to_config import to_config

@@ -10,7 +10,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.config.toml_files import Tables
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.exchange.from_config import from_config, left_to_class
 from torchmars.exchange.hub import find_folder
 from torchmars.exchange.weight_files import SavedWeight, no_content, weights_problem

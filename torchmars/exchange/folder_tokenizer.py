@@ -8,7 +8,7 @@ write by any of several tokens.
 from functools import cached_property
 from typing import Any
 
-from torchmars.data.tokenizer_file import NAMING_ENDS, FileTokenizer
+from torchmars.data.tokenizer import FileTokenizer
 
 
 class FolderTokenizer(FileTokenizer):
@@ -28,12 +28,8 @@ class FolderTokenizer(FileTokenizer):
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """What generation_config.json names, or else config.json, or else the tokenizer.
-
-        Raises `UserError` for a file that names no token ids.
-        """
-        named = next(filter(None, map(self.ends_in, NAMING_ENDS)), None)
-        return frozenset(named or [self.end_of_text])
+        """What generation_config.json names, or else config.json, or else the tokenizer."""
+        return frozenset(self.ends_of_model or [self.end_of_text])
 
     @property
     def settings(self) -> dict[str, Any]:

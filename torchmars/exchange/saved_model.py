@@ -28,8 +28,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.config.run import RunConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.data.tokenizer import Tokenizer
+from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.exchange.folder import (
     TOKENIZER,
     FolderModel,

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchmars.core.errors import needs_package
-from torchmars.data.named_tokenizers import ByteTokenizer, TiktokenTokenizer
-from torchmars.data.tokenizer import Tokenizer
-from torchmars.data.tokenizer_file import FileTokenizer
+from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer, TiktokenTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -25,11 +23,9 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     writes the files is missing.
     """
     kept: dict[str, Any] = {}
-    put_before: list[int] = []
     begin = tokenizer.begin_token
     if isinstance(tokenizer, FileTokenizer):
         text, end = tokenizer.text, tokenizer.token(tokenizer.end_of_text)
-        put_before = tokenizer.put_before
         kept = {key: value for key, value in tokenizer.settings.items() if key != "auto_map"}
         for name, number in special_tokens(tokenizer).items():
             kept[name] = None if number is None else tokenizer.token(number)
@@ -49,7 +45,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
         "tokenizer_class": "PreTrainedTokenizerFast",  # of tokenizer.json alone, and no code
         "model_max_length": seq_len,
     }
-    if begin is not None and put_before != [begin]:
+    if begin is not None and tokenizer.put_before != [begin]:
         text = begun(text, kept["bos_token"], begin)
     return {
         "tokenizer.json": text,
@@ -66,7 +62,7 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
     end = tokenizer.end_of_text
     found: dict[str, int | None] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
     if isinstance(tokenizer, FileTokenizer):
-        found["bos_token"] = [*tokenizer.around, end][0]
+        found["bos_token"] = [*tokenizer.put_before, end][0]
         for name in tokenizer.settings.keys() & {"bos_token", "pad_token"}:
             token = tokenizer.named(name)
             number = None if token is None else tokenizer.number(token)

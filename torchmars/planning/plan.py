@@ -10,8 +10,8 @@ from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.device import PLANNED
 from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture
-from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.shares import shares_from_start
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_run_model
 from torchmars.optim import MARS
 from torchmars.optim.matrices.agreement import multiplies_bfloat16

@@ -9,7 +9,7 @@ from torchmars.config.presets import Preset
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted, short
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.optim.rules import variance_reduced
 from torchmars.planning.assumptions import PER_NODE, SPEEDS

@@ -8,7 +8,7 @@ from torchmars.config import ResolvedConfig
 from torchmars.core.device import gpu_memory
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted
-from torchmars.data.named_tokenizers import load_tokenizer
+from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_run_model
 from torchmars.optim import MARS
 from torchmars.parallel.cuts import even_counts, head_in_blocks, stage_ranks

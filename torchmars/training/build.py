@@ -17,8 +17,7 @@ from torchmars.config.dtypes import resolve_dtypes
 from torchmars.core.device import MAKERS, add_up_in_float32, is_gpu
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows
-from torchmars.data.named_tokenizers import load_tokenizer
-from torchmars.data.tokenizer import Tokenizer
+from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.scoring import Scorer
 from torchmars.exchange.hub import find_folder, is_of_hub

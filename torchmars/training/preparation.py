@@ -13,10 +13,9 @@ from torchmars.core.files import check_writable, write_durably
 from torchmars.core.words import counted
 from torchmars.data.manifest import DataManifest, has_manifest, read_manifest
 from torchmars.data.mixture import Mixture, MixturePart
-from torchmars.data.named_tokenizers import load_tokenizer
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.shards import Level
-from torchmars.data.tokenizer_file import FileTokenizer
+from torchmars.data.tokenizer import FileTokenizer, load_tokenizer
 from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.tasks import Question
 from torchmars.models import build_run_model
