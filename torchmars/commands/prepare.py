@@ -26,8 +26,9 @@ class Prepare:
 
     With a config: checks it, tokenises its corpus into shards once, verifies the shards, and checks
     that the run can resume from the checkpoints it has. With --source and without a config: only
-    tokenises that corpus. --source, --files, --tokenizer, --begin-token, --path,
-    --validation_fraction, --max_damaged and --processes are short for --data.source and so on.
+    tokenises that corpus. --source, --files, --validation-files, --tokenizer, --begin-token,
+    --path, --validation_fraction, --max_damaged and --processes are short for --data.source and so
+    on.
     """
 
     ranks: Annotated[int, Range(1, 100_000)] = 1

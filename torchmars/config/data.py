@@ -26,6 +26,8 @@ class PartConfig:
     """Its name in metrics. Default: the source."""
     files: list[Annotated[str, Pattern()]] = field(default_factory=list)
     """As data.files."""
+    validation_files: list[Annotated[str, Pattern()]] = field(default_factory=list)
+    """As data.validation_files."""
     path: Annotated[str, Place()] | None = None
     """Folder of its shards. Default: in data.path, NAME-TOKENIZER, and a hash as in data.path."""
 
@@ -47,6 +49,8 @@ class DataConfig:
     files: list[Annotated[str, Pattern()]] = field(default_factory=list)
     """For text, jsonl and parquet: files, folders and globs beside the source's own glob. A line
     `<|endoftext|>` of a text file ends a document."""
+    validation_files: list[Annotated[str, Pattern()]] = field(default_factory=list)
+    """For nanogpt, llmc, megatron: files of validation tokens beside those whose names say val."""
     tokenizer: Annotated[str, Local(), Mark.IDENTITY] = "bytes"
     """bytes (256 values and an end-of-text token), gpt2 or another encoding of tiktoken, or the
     path of a Hugging Face tokenizer.json."""
@@ -83,19 +87,18 @@ class DataConfig:
         if self.mixture:
             self._check_mixture()
             for part in self.mixture:
-                where = f"data.mixture, {part.label!r}: "
-                check_source(part.source, part.files, part.path, where)
+                check_source(part, f"data.mixture, {part.label!r}: ")
             return ResolvedData(**vars(self) | {"path": self.path or "data"})
-        check_source(self.source, self.files, self.path)
+        check_source(self)
         path = self.path or f"data/{folder_name(self.source, self)}"
         return ResolvedData(**vars(self) | {"path": path})
 
     def _check_mixture(self) -> None:
         """Raise `UserError` if the mixture contradicts itself or the rest of the section."""
         require(
-            self.source == DataConfig.source and not self.files,
-            "data.source and data.files have no meaning beside [[data.mixture]]: "
-            "name them in its tables",
+            self.source == DataConfig.source and not self.files and not self.validation_files,
+            "data.source, data.files and data.validation_files have no meaning beside "
+            "[[data.mixture]]: name them in its tables",
         )
         labels = [part.label for part in self.mixture]
         twice = next((label for label in labels if labels.count(label) > 1), None)
@@ -119,17 +122,18 @@ class ResolvedData(DataConfig):
         """Return the section of each part of the mixture; this one if there is none."""
         if not self.mixture:
             return [self]
-        corpora = [
-            replace(self, mixture=[], source=part.source, files=part.files) for part in self.mixture
-        ]
-        return [
-            replace(corpus, path=part.path or f"{self.path}/{folder_name(part.label, corpus)}")
-            for part, corpus in zip(self.mixture, corpora)
-        ]
+        corpora = []
+        for part in self.mixture:
+            own = {name: getattr(part, name) for name in ("source", "files", "validation_files")}
+            corpus = replace(self, mixture=[], **own)
+            path = part.path or f"{self.path}/{folder_name(part.label, corpus)}"
+            corpora.append(replace(corpus, path=path))
+        return corpora
 
 
-def check_source(text: str, files: list[str], path: str | None, where: str = "") -> None:
+def check_source(corpus: PartConfig | DataConfig, where: str = "") -> None:
     """Raise `UserError`, which begins with `where`, if a corpus cannot be read from there."""
+    text, files = corpus.source, corpus.files
     try:
         source = parse_source(text)
     except UserError as error:
@@ -139,14 +143,15 @@ def check_source(text: str, files: list[str], path: str | None, where: str = "")
         f'{where}data.source = "{text}" names no files: write {source.kind}:PATH',
     )
     require(
-        not source.of_files or bool(files or source.glob) or path is not None,
+        not source.of_files or bool(files or source.glob) or corpus.path is not None,
         f"{where}data.files is empty: name the files, folders or globs that data.source = "
         f'"{text}" reads',
     )
-    require(
-        source.of_files or not files,
-        f'{where}data.files has no meaning for data.source = "{text}": set data.source = "text"',
-    )
+    for name, used in (("files", source.of_files), ("validation_files", source.of_tokens)):
+        require(
+            used or not getattr(corpus, name),
+            f'{where}data.{name} has no meaning for data.source = "{text}": leave it out',
+        )
 
 
 def folder_name(label: str, corpus: DataConfig) -> str:

@@ -85,6 +85,8 @@ class DataManifest:
     """The token that ends a document."""
     begin_token: Annotated[int, Range(0, 2**32 - 1)] | None = None
     """The token that begins one, after that; None: no other one."""
+    validation_files: list[str] = field(default_factory=list)
+    """Of another program's tokens, as the config names them."""
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens and their order."""
@@ -120,6 +122,7 @@ def make_manifest(
         text_bytes or {},
         tokenizer.end_of_text,
         tokenizer.begin_token,
+        config.validation_files,
     )
 
 
@@ -171,7 +174,7 @@ def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> 
     """Raise `UserError` if `folder` was made from something else than the config asks for."""
     if manifest.tokenizer_sha256 is not None:
         check_same_tokenizer(manifest, config, folder)
-    for key in ("tokenizer", "source", "files", "validation_fraction"):
+    for key in ("tokenizer", "source", "files", "validation_files", "validation_fraction"):
         found, wanted = getattr(manifest, key), getattr(config, key)
         unknown = key == "files" and not wanted
         unknown |= key == "tokenizer" and manifest.tokenizer_sha256 is not None
