@@ -58,9 +58,10 @@ def be_launcher(config: str) -> None:
     after(launch, "prepare_run", end_preparation)
     main = launch.main
     launch.main = (
-        lambda options: main(  # ranks run this file
+        lambda options, *more: main(  # ranks run this file
             [word for word in options if word != "-m" and word != "torchmars.train"][:-1]
-            + [str(HERE), config]
+            + [str(HERE), config],
+            *more,
         )
     )
     train.main()
@@ -79,12 +80,12 @@ def be_rank() -> None:
     mark("rank: python")
     import torchmars.train as train
     from torchmars.cluster import connection
-    from torchmars.training import trainer
+    from torchmars.training import build, trainer
 
     mark("rank's imports")
     after(connection, "open_store", lambda: mark("store of all ranks"))
     after(connection, "start", lambda: mark("process group"))
-    after(trainer, "build_trainer", lambda: mark("model and data"))
+    after(build, "build_trainer", lambda: mark("model and data"))
     after(trainer.Trainer, "train_step", end)
     train.main()
 
