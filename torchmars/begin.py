@@ -21,6 +21,7 @@ MODULES = (  # of the dependencies in pyproject.toml, but W&B: few runs need it
     "safetensors",
     "tomli",
     "tomli_w",
+    "torchdata",
     "tqdm",
 )
 

@@ -17,7 +17,9 @@ from torchmars.cluster.signals import follow_launcher
 from torchmars.config.load import load_config, require_config
 from torchmars.core.errors import (
     EXIT_INTERRUPTED,
+    EXIT_MISTAKE,
     EXIT_UNCONNECTED,
+    LoneMistake,
     LostRank,
     OutOfMemory,
     end_at_once,
@@ -64,9 +66,9 @@ def main() -> None:
         code = ended.code if isinstance(ended.code, int) else 1
         # Ctrl-C ended this rank alone: how the run ends is for its launcher to say.
         end_at_once(code if code == EXIT_INTERRUPTED else leave_exit_code(code))
-    except LostRank as error:  # a line instead of a traceback
+    except (LostRank, LoneMistake) as error:  # a line instead of a traceback
         report_failure(error)
-        end_at_once(EXIT_UNCONNECTED)
+        end_at_once(EXIT_UNCONNECTED if isinstance(error, LostRank) else EXIT_MISTAKE)
     except torch.OutOfMemoryError as error:
         report_failure(out_of_memory(error))
         end_at_once(1)

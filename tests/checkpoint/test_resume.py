@@ -29,8 +29,9 @@ from torchmars.checkpoint.state_dict import load_copy
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
+from torchmars.data.loader import Loader
 from torchmars.data.manifest import read_manifest
-from torchmars.data.windows import Windows
+from torchmars.data.mixture import MixedWindows
 from torchmars.exchange.export import export_file
 from torchmars.exchange.saved_model import load_sharded_model, open_model
 from torchmars.models import build_meta_model
@@ -63,7 +64,6 @@ def tables_of(folder, run, name, layout="fsdp2", **overrides):
         folder,
         run={"name": f"{run}-{name}"},
         optimizer=optimizer,
-        data={"num_workers": 1},
         parallelism=LAYOUTS[layout][1],
         checkpoint={"interval": SAVED},
         **overrides,
@@ -102,10 +102,7 @@ MATRIX = full_but(QUICK, product(LAYOUTS, ("one", "fsdp4"))) + [
 
 @pytest.mark.parametrize("layout,there", MATRIX)
 def test_losses_on_every_layout_after_a_checkpoint_of_every_layout(folder, layout, there):
-    """The layout matrix: saved on each, resumed on each.
-
-    Also with another microbatch size and number of workers.
-    """
+    """The layout matrix: saved on each, resumed on each, also with another microbatch size."""
     names = NAMES if (layout, there) in QUICK else MORE_NAMES
     train_straight(folder, layout, names)
     runs = {}
@@ -115,7 +112,6 @@ def test_losses_on_every_layout_after_a_checkpoint_of_every_layout(folder, layou
         )
         if layout != there:
             tables["training"]["microbatch_size"] = 2
-            tables["data"]["num_workers"] = 0
         copy_run(tables_of(folder, layout, name, layout), tables, keep_until=SAVED)
     train(LAYOUTS[there][0], *runs.values())
     for name, tables in runs.items():
@@ -182,12 +178,23 @@ def test_a_finished_run_goes_on_with_more_steps(folder):
 
 
 def windows_read(tables):
-    """Every window that this rank reads while it trains."""
-    read, original = [], Windows.__getitem__
-    Windows.__getitem__ = lambda self, window: read.append(window) or original(self, window)
+    """Every window that this rank takes while it trains; the loader reads some more ahead."""
+    taken, batch, peek = [], MixedWindows.batch, Loader.peek
+
+    def noted_batch(self, places, pinned=False):
+        tokens = batch(self, places, pinned)
+        tokens.places = places
+        return tokens
+
+    def noted_peek(self):
+        new, found = self._peeked is None, peek(self)
+        taken.extend(place for tokens in found if new for place in tokens.places)
+        return found
+
+    MixedWindows.batch, Loader.peek = noted_batch, noted_peek
     config = config_from_tables(tables, "in a test")
     build_trainer(config, connection.start(config.parallelism)).run()
-    return read
+    return taken
 
 
 def test_the_same_windows_are_read_each_once(folder):
@@ -287,7 +294,6 @@ def test_a_changed_batch_reads_on_where_the_data_was(folder):
         tables = tables_of(
             folder, "halved", name, training={"steps": STEPS, "global_batch_size": 8}
         )
-        tables["data"]["num_workers"] = 0  # to see what is read
         copy_run(tables_of(folder, "fsdp2", name), tables, keep_until=SAVED)
         first, second = (set(part) for part in run_ranks(windows_read, 2, tables))
         assert (

@@ -209,7 +209,7 @@ def endings_of(layout, **checkpointer):
 def test_one_machine_leaves_or_the_run_stops(monkeypatch, notes, codes, save):
     monkeypatch.setattr(ending, "OTHERS_SECONDS", 0.0)
     monkeypatch.setenv(process.FEWEST, "1")
-    flags = StepFlags(stop=True, changed=False, gone=False, regroup=True)
+    flags = StepFlags(stop=True, gone=False, regroup=True)
     found = []
     for machine in ("0", "1"):
         monkeypatch.setenv("GROUP_RANK", machine)
@@ -245,7 +245,7 @@ def test_the_run_is_handed_over_in_memory_or_else_in_a_checkpoint(
     leave = JOIN if not save else Ending(EXIT_REGROUP, save=True)
     found = endings.if_kept(leave, RunState(step=2), saved, lambda: done.append("save"))
     assert found is (leave if works else None)
-    joins = StepFlags(stop=False, changed=False, gone=False, regroup=True)
+    joins = StepFlags(stop=False, gone=False, regroup=True)
     waits = not works and leave is JOIN  # until a checkpoint was due: 3 steps later
     assert [endings.after_step(step, joins) for step in (4, 5)] == [None if waits else JOIN, JOIN]
     assert done.count("save") == saves and done.count("keep") == (not save)

@@ -1,8 +1,5 @@
 """Signals that stop a run, for a rank whose main thread is in a wait of C++ that never ends."""
 
-import contextlib
-import ctypes
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,7 +8,7 @@ import time
 
 import pytest
 
-from torchmars.cluster.signals import StopSignals, be_helper
+from torchmars.cluster.signals import StopSignals
 
 STUCK = """
 import datetime, threading, time
@@ -61,20 +58,6 @@ def test_the_echo_of_a_launcher_is_no_second_signal(monkeypatch):
     assert ended == [128 + signal.SIGTERM]
 
 
-def test_a_signal_to_a_worker_does_not_stop_the_run():
-    """The worker is a fork: until it ignores signals it has the handlers of the run."""
-    with StopSignals() as signals:
-        worker = multiprocessing.get_context("fork").Process(
-            target=signal.raise_signal, args=(signal.SIGTERM,)
-        )
-        worker.start()
-        worker.join()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while signals.received is None:
-            time.sleep(0.01)
-        assert signals.received == "SIGUSR1"
-
-
 def test_afterwards_the_handlers_are_those_of_before():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     with StopSignals() as signals:
@@ -85,35 +68,3 @@ def test_afterwards_the_handlers_are_those_of_before():
         assert signals.received == "SIGUSR1"
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
     assert signal.set_wakeup_fd(-1) == -1
-
-
-def helper_of(told):
-    """Fork a helper, tell its process and signal at the rank's death, and be killed."""
-    read, write = os.pipe()
-    if os.fork() == 0:
-        be_helper()
-        number = ctypes.c_int()
-        ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
-        os.write(write, b".")
-        told.send((os.getpid(), number.value))
-        time.sleep(600)
-        os._exit(0)
-    os.read(read, 1)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is of Linux")
-def test_a_helper_ends_with_its_rank():
-    """Its copies of the rank's connections would keep the others from seeing the rank's end."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    rank = context.Process(target=helper_of, args=(theirs,))
-    rank.start()
-    helper, number = ours.recv()
-    rank.join()
-    assert number == signal.SIGKILL
-    theirs.close()
-    with pytest.raises(EOFError):  # the helper had the last other end
-        ours.recv()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(helper, signal.SIGKILL)

@@ -197,6 +197,7 @@ def test_packed_documents_begin_with_it(begin_token, chunk, tmp_path, monkeypatc
             inside = [list(range(first, first + size)) for first, size in spans]
             assert all(first in places for first, _ in spans[1:])
             expected.append(tokens[sum(inside, []) + [inside[-1][-1] + 1]].tolist())
+    windows = [windows[number] for number in range(len(windows))]
     assert [window.tolist() for window in windows] == expected
     assert len(split.shards) > 1 and len(expected) > 10
     # No document is an end of text alone, but for one that the beginning of a window cut.
@@ -204,7 +205,7 @@ def test_packed_documents_begin_with_it(begin_token, chunk, tmp_path, monkeypatc
     alone |= {tuple([begin, *theirs(text + "\n").input_ids[1:], 2]) for text in TEXTS}
     whole = 0
     for window in windows:
-        inputs = window[:-1].numpy()
+        inputs = window[:-1]
         starts = np.flatnonzero(begins(inputs, 2, begin)).tolist()
         for first, end in zip(starts, starts[1:]):
             assert tuple(inputs[first:end].tolist()) in alone

@@ -311,7 +311,7 @@ def test_token_files_can_be_packed(tmp_path):
     write_nanogpt(tmp_path / "tokens" / "train.bin", TRAIN)
     data = prepare_data(config)
     windows = data.windows("train", 32)
-    read = [windows[0, number].tolist() for number in range(windows.lengths[0])]
+    read = [windows.parts[0][number].tolist() for number in range(windows.lengths[0])]
     stream = data.parts[0].manifest.splits["train"].tokens
     assert len(read) == (stream - 1) // 32
     ends = sum(window.count(END) for window in (each[:-1] for each in read))

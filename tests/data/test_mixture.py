@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.order import place_of_sample, window_of_sample
 from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.data.loader import Loader, validation_batches
 from torchmars.data.mixture import MixedWindows
-from torchmars.data.order import place_of_sample, window_of_sample
 from torchmars.data.shares import Shares, shares_from_start
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import Windows
@@ -52,7 +52,7 @@ def test_each_sample_is_the_next_one_of_its_part(weights):
     reached = [0] * len(weights)
     for sample in range(2000):
         assert shares.counts(sample) == reached
-        part, number = shares.part_of(sample)
+        [part], [number] = shares.parts_of(np.array([sample]))
         assert number == reached[part]
         reached[part] += 1
 
@@ -65,7 +65,7 @@ def test_weights_that_change_on_the_way_go_on_from_what_was_read(data):
     shares, reached, sample = shares_from_start(data.draw(one)), [0] * size, 0
     for _ in range(3):
         for _ in range(data.draw(st.integers(0, 50))):
-            part, number = shares.part_of(sample)
+            [part], [number] = shares.parts_of(np.array([sample]))
             assert number == reached[part]
             reached[part] += 1
             sample += 1
@@ -110,9 +110,8 @@ def global_batches(windows, steps, shares, *, ranks=1, microbatch=None, position
             microbatch_size=microbatch or batch // ranks,
             rank=rank,
             ranks=ranks,
-            num_workers=0,
         )
-        loader.seek(position, shares)
+        loader.load_state_dict({"position": position, "shares": shares})
         for step in range(steps):
             result[step] += torch.cat(loader.step()).tolist()
     return result
@@ -126,7 +125,8 @@ def place(windows, shares, sample):
 def test_the_same_windows_on_every_layout(windows, options):
     shares = shares_from_start(WEIGHTS)
     batches = global_batches(windows, 8, shares, **options)
-    expected = [windows[place(windows, shares, sample)].tolist() for sample in range(8 * 12)]
+    places = [place(windows, shares, sample) for sample in range(8 * 12)]
+    expected = windows.batch(places).tolist()
     assert sum(batches, []) == expected
     assert len({tuple(map(tuple, batch)) for batch in batches}) == 8
 

@@ -13,7 +13,7 @@ from torchmars.core.errors import UserError
 from torchmars.data import shards
 from torchmars.data.manifest import SPLITS, read_manifest
 from torchmars.data.tokenizer import ByteTokenizer
-from torchmars.data.windows import ChangedData, Windows
+from torchmars.data.windows import Windows
 from torchmars.training.preparation import prepare_data
 
 
@@ -186,5 +186,5 @@ def test_a_token_above_what_the_manifest_says_is_told_where_it_is_read(prepared)
     _, folder, manifest = prepared
     split = manifest.splits["train"]
     split.max_token = 1
-    with pytest.raises(ChangedData, match="has token id .*, its manifest says that 1 is the larg"):
+    with pytest.raises(UserError, match="has token id .*, its manifest says that 1 is the larg"):
         Windows(folder, split, manifest.dtype, 16)[0]

@@ -1,27 +1,19 @@
-"""What a run says of data that are not what they were: sources, settings, shards being read."""
+"""What a run says of data that are not what they were: sources, settings, shards."""
 
 import os
+import re
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import run_ranks
-from tests.support.tiny import (
-    listen_here,
-    metrics,
-    run_folder_of,
-    tiny_config,
-    tiny_tables,
-    write_config,
-    write_text,
-)
+from tests.support.commands import begun
+from tests.support.full import FULL
+from tests.support.tiny import listen, tiny_config, tiny_tables, write_config, write_text
 from torchmars.commands import prepare
 from torchmars.core.errors import UserError
 from torchmars.data import sources
-from torchmars.data.windows import ChangedData, Windows
 from torchmars.training.preparation import prepare_data
 
 
@@ -93,77 +85,27 @@ def test_another_validation_fraction_is_refused(config, tmp_path):
         prepare_data(config)
 
 
-def disturbed(tables, at, disturb, on_rank):
-    """Train; before step `at` this rank disturbs the data if it is `on_rank`. What it said."""
-
-    def change(trainer):
-        train_step = trainer.train_step
-
-        def step():
-            if trainer.state.step + 1 == at and trainer.layout.world.rank == on_rank:
-                DISTURBANCES[disturb](Path(tables["data"]["path"]))
-            return train_step()
-
-        trainer.train_step = step
-
-    return listen_here(tables, change)
-
-
-def disturbed_by_all(tables):
-    """Train once for each disturbance in turn."""
-    said = []
-    for disturb, run in tables.items():
-        read = Windows.read
-        said.append(disturbed(run, 4, disturb, int(disturb == "seen by one")))
-        Windows.read = read
-    return said
-
-
-def seen_by_one(folder):
-    def refuse(self, shard, begin, end):
-        raise ChangedData("the data changed: train-00000-000.bin was altered, one rank says")
-
-    Windows.read = refuse
-
-
-def zeroed(name):
-    def zero(folder):
-        size = (folder / name).stat().st_size
-        (folder / name).write_bytes(bytes(size))
-
-    return zero
-
-
-DISTURBANCES = {
-    "zeros": zeroed("train-00000-000.bin"),
-    "cut": lambda folder: os.truncate(folder / "train-00000-000.bin", 10),
-    "gone": shutil.rmtree,
-    "seen by one": seen_by_one,
-    "validation": zeroed("validation-00000-000.bin"),
-}
-
-
-def test_a_run_ends_with_one_line_on_every_rank_when_its_shards_change(tmp_path):
-    """And nothing that was made of the changed tokens is reported or saved."""
+def test_validation_data_that_cannot_be_read_end_the_run_on_all_ranks(tmp_path):
     write_text(tmp_path)
-    settings = {
-        "training": {"steps": 8},
-        "checkpoint": {"interval": 3},
-        "validation": {"interval": 6, "windows": 4},
-    }
-    runs = {
-        name: tiny_tables(
-            tmp_path, run={"name": name}, data={"path": str(tmp_path / name)}, **settings
-        )
-        for name in DISTURBANCES
-    }
-    for rank in run_ranks(disturbed_by_all, 2, runs):
-        for name, said in zip(runs, rank):
-            assert said.count("error: the data changed") == said.count("error") == 1, (name, said)
-            assert f"{'validation' if name == 'validation' else 'train'}-00000-000.bin" in said
-    for name, tables in runs.items():
-        losses = metrics(tables)
-        assert list(losses) == list(range(1, 7 if name == "validation" else 4))
-        assert min(losses.values()) > 1
-        found = run_folder_of(tables) / "checkpoints"
-        assert [path.name for path in found.iterdir()] == ["step-00000003"]
+    tables = tiny_tables(
+        tmp_path, data={"verify": "off"}, validation={"interval": 2}, training={"steps": 2}
+    )
+    prepare_data(tiny_config(tmp_path, **{"data": tables["data"]}))
+    os.truncate(tmp_path / "shards" / "validation-00000-000.bin", 10)
+    said = listen(1, tables)
+    assert said.count("error") == 1 and "validation-00000-000.bin cannot be read at byte" in said
+
+
+@FULL
+def test_ranks_end_when_one_of_them_cannot_read(tmp_path):
+    """With file and place in a line, and with the exit code of a mistake."""
+    write_text(tmp_path)
+    write_config(tiny_config(tmp_path), tmp_path / "run.toml")
+    run = begun(tmp_path / "run.toml")
+    os.truncate(tmp_path / "shards" / "train-00000-000.bin", 10)
+    _, said = run.communicate()
+    assert run.returncode == 2
+    lines = [line for line in said.splitlines() if "error" in line]
+    assert 1 <= len(lines) <= 2 and "Traceback" not in said  # both ranks may read there at once
+    for line in lines:
+        assert re.search("^error: .*train-00000-000.bin cannot be read at byte .*cut short", line)

@@ -34,7 +34,9 @@ from torchmars.config.load import config_from_tables
 from torchmars.config.toml_files import read_toml
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import read_manifest
-from torchmars.data.order import window_of_sample
+from torchmars.data.mixture import MixedWindows
+from torchmars.data.order import places_of
+from torchmars.data.shares import Shares
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.windows import Windows
 from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
@@ -417,7 +419,8 @@ def step_of_theirs(model, tables):
     data = read_manifest(Path(config.data.path))
     windows = Windows(Path(config.data.path), data.splits["train"], data.dtype, 32)
     count = config.training.global_batch_size
-    batch = torch.stack([windows[window_of_sample(n, len(windows), 0)] for n in range(count)])
+    places = places_of(np.arange(count), Shares(), [len(windows)], 0)
+    batch = MixedWindows([windows]).batch(places)
     logits = model(batch[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()

@@ -276,7 +276,7 @@ def prefetched_and_not(tables):
 
 def test_a_batch_is_prefetched_while_the_device_works(tmp_path):
     write_text(tmp_path)
-    data = {"separate_documents": True, "num_workers": 0}
+    data = {"separate_documents": True}
     [found] = run_ranks(prefetched_and_not, 1, tiny_tables(tmp_path, data=data))
     for prefetched, direct in zip(*found):
         assert torch.equal(prefetched, direct)

@@ -6,7 +6,8 @@ A GPT-2 of 12 layers, so narrow that its tensors cost little, in bfloat16 in bot
 code does on GPUs alone is forced on the CPU, see `forced`; it is an error if that is not there. Of
 several ranks there is one: its collectives return at once.
 
-The numbers are CPU milliseconds, the least of 12 steps, and all loops take turns. Triton launches
+The numbers are CPU milliseconds, the least of 12 steps, and all loops take turns. "With data" are
+the same steps where a thread reads 2 x 8 windows of 1,024 tokens meanwhile. Triton launches
 by a driver that starts nothing: its own Python counts. What CUDA's driver and NCCL take is not in
 the numbers, nor are FSDP's streams and events. Products of narrow matrices are: about 10 us each
 on a CPU, which is what the launch of one takes. Measure on a quiet machine: what others do there
@@ -20,8 +21,10 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,7 +32,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests.gpu.models import Loop, ours, plain
-from torchmars.config import ModelConfig, ParallelismConfig
+from tests.support.shards import write_shards
+from torchmars.config import DataConfig, ModelConfig, ParallelismConfig
+from torchmars.data.loader import Loader, close_all
+from torchmars.data.mixture import MixedWindows
+from torchmars.data.tokenizer import ByteTokenizer
+from torchmars.data.windows import Windows
 from torchmars.optim import mars
 from torchmars.optim.matrices import agreement, exchange, owners
 from torchmars.parallel import fsdp, graphs
@@ -136,6 +144,13 @@ def optimizer_alone(rule: str, layout: Layout) -> Step:
     return owner.step
 
 
+def random_windows(folder: Path) -> MixedWindows:
+    """Return the windows of 1,024 targets of 4 million tokens."""
+    texts = ("\x01" * 4095 for _ in range(1000))
+    manifest = write_shards(DataConfig(), ByteTokenizer(), texts, folder)
+    return MixedWindows([Windows(folder, manifest.splits["train"], manifest.dtype, 1024)])
+
+
 def measure(ranks: int, names: list[str]) -> None:
     """Print the rows of one layout."""
     try:
@@ -153,6 +168,12 @@ def measure(ranks: int, names: list[str]) -> None:
         for name in names
     }
     found = least({name: [*loop[:3]] for name, loop in loops.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        windows = random_windows(Path(folder) / "shards")
+        sizes = {"global_batch_size": 16, "microbatch_size": 8, "rank": 0, "ranks": 1}
+        with_data = {name: Loader(windows, seed=0, **sizes) for name in loops}
+        fed = least({name: [with_data[name].step, *loop[:3]] for name, loop in loops.items()})
+        close_all()
     launches = {}
     for name, loop in loops.items():
         driver.launches.clear()
@@ -167,7 +188,7 @@ def measure(ranks: int, names: list[str]) -> None:
         numbers += [f"{parts[1] / base:.2f}"]
         many = of_many.get(name)
         numbers += [f"{many:.1f} | {many / base:.2f}"] if many is not None else ["– | –"]
-        numbers += [str(launches[name])]
+        numbers += [f"{fed[name][0]:.1f}", str(launches[name])]
         rank = "1 rank" if ranks == 1 else f"FSDP, {ranks} ranks"
         print(f"| {rank} | {name} | {' | '.join(numbers)} |", flush=True)
 
@@ -187,7 +208,7 @@ def main() -> None:
         return
     print(
         "| layout | loop | step, ms | ratio | passes | optimizer | ratio | of 291 tensors | ratio "
-        "| launches by Triton |\n" + "|---" * 10 + "|",
+        "| step with data, ms | launches by Triton |\n" + "|---" * 11 + "|",
         flush=True,
     )
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}

@@ -84,7 +84,6 @@ def run_ours(folder: Path, name: str, ranks: int, tables: dict[str, dict], steps
         folder,
         **tables | {"run": {"name": name}, "training": tables["training"] | {"steps": steps}},
         metrics={"log_interval": LOG_INTERVAL},
-        data={"num_workers": 1},
     )
     config = config_from_tables(tables, "in the benchmark")
     file = folder / f"{name}.toml"

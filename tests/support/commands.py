@@ -219,7 +219,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 def begun(config, *args, start=start_run, **environment):
     """A run of a million steps that has made some of them."""
-    options = "--training.steps 1000000 --validation.interval 0 --data.num_workers 1"
+    options = "--training.steps 1000000 --validation.interval 0"
     process = start(config, *options.split(), *args, **environment)
     for line in process.stdout:
         if line.startswith("step  ") and int(line.split("/")[0][4:]) > 5:

@@ -57,7 +57,6 @@ def tiny_tables(folder: Path, **overrides: dict) -> dict[str, dict]:
             "source": "text",
             "files": [str(folder / "text.txt")],
             "path": str(folder / "shards"),
-            "num_workers": 0,
             "validation_fraction": 0.05,
         },
         "training": {"steps": 20, "global_batch_size": 16, "seq_len": 32},

@@ -1,11 +1,10 @@
 """Exact mode: whose gradients correct."""
 
-import torch
 from torch.nn import functional as F
 
+from tests.support.order import place_of_sample
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, train_here, write_text
-from torchmars.data.order import place_of_sample
 from torchmars.models import build_model
 
 STEPS, BATCH = 4, 16
@@ -22,13 +21,13 @@ def compared(tables):
         def ahead():
             """Take the gradients of the batch after the one that the step takes."""
             first, lengths = trainer.state.position, loader.windows.lengths
-            windows = [
-                loader.windows[place_of_sample(sample, loader.shares, lengths, config.run.seed)]
+            places = [
+                place_of_sample(sample, loader.shares, lengths, config.run.seed)
                 for sample in range(first, first + BATCH)
             ]
             plain = build_model(config.model, trainer.model.whole.vocab_rows, 32)
             plain.load_state_dict(trainer.model.weights, strict=False)
-            tokens = torch.stack(windows)
+            tokens = loader.windows.batch(places)
             logits = plain.head(plain(tokens[:, :-1]))
             F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             for name, wanted in plain.named_parameters():

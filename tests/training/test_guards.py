@@ -115,7 +115,7 @@ def test_the_end_of_the_data_begins_another_epoch_and_is_told(tables, tmp_path):
 HANGING_RUN = """
 import ctypes, os, signal, time
 import torchmars.cluster.watchdog
-from torchmars.data.windows import Windows
+from torchmars.data.loader import Loader
 from torchmars.train import main
 from torchmars.cluster.watchdog import Watchdog
 
@@ -130,7 +130,7 @@ def beat(self, doing):
     if hangs:
         self._postpone_dump()
 
-def read(self, window):
+def read(self):
     if hangs and how == "sleep":
         time.sleep(10000)
     if hangs and how == "stop":
@@ -140,9 +140,9 @@ def read(self, window):
         c.pthread_mutex_init(mutex, None)
         c.pthread_mutex_lock(mutex)
         c.pthread_mutex_lock(mutex)  # for ever, and no other thread of Python gets its turn
-    return original_read(self, window)
+    return original_read(self)
 
-original_read, Windows.__getitem__ = Windows.__getitem__, read
+original_read, Loader.step = Loader.step, read
 original_beat, Watchdog.beat = Watchdog.beat, beat
 main()
 """

@@ -30,6 +30,9 @@ FALLOUT_MESSAGE = re.compile(
     re.IGNORECASE,
 )
 
+# What errors begin with that need no traceback.
+IN_A_LINE = ("LostRank: ", "NoTraffic: ", "OutOfMemory: ", "LoneMistake: ")
+
 
 class Kind(IntEnum):
     """How much a failure says about its cause. A lower kind says more."""
@@ -65,7 +68,7 @@ def failure_of(rank: int, ended: ProcessFailure, last_lines: list[str]) -> Failu
     if isinstance(ended.message, dict):  # written by @record
         error = ended.message["message"]
         text = ended.message["extraInfo"]["py_callstack"].rstrip()
-        if error.startswith(("LostRank: ", "NoTraffic: ", "OutOfMemory: ")):  # a line says it all
+        if error.startswith(IN_A_LINE):
             text = f"error: {error.partition(': ')[2]}"
     else:
         killed = ended.exitcode < 0

@@ -159,8 +159,9 @@ def report_spare(ended: EndedElsewhere) -> int:
 
 def report_first(first: Failure, logs: RankLogs) -> None:
     """Print which rank failed first, on any machine, and its error."""
-    if first.kind == Kind.CAUSE and first.code == EXIT_MISTAKE:
-        return  # the rank has printed it
+    by_first = first.rank == 0 or first.message.endswith(f" exit code {EXIT_MISTAKE}")
+    if first.kind == Kind.CAUSE and first.code == EXIT_MISTAKE and by_first:
+        return  # the first rank has printed it
     if first.kind == Kind.CAUSE:
         say_error(
             f"rank {first.rank} on {first.node} failed first: {first.line}: "

@@ -4,9 +4,6 @@ The first signal asks it to save and end, a second one ends it at once. Those si
 SIGINT, SIGUSR1 and SIGHUP. The end of the launcher counts as the first.
 """
 
-import contextlib
-import ctypes
-import gc
 import os
 import signal
 import socket
@@ -19,7 +16,6 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # The signal that a rank sends itself when its launcher is gone.
 ORPHANED = signal.SIGUSR2
 # A launcher passes on a signal that its ranks were sent as well. That is one request, not two.
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 ECHO_SECONDS = 1.0
 # The environment variable with the process number of the launcher, for its ranks.
 LAUNCHER = "TORCHMARS_LAUNCHER"
@@ -35,21 +31,6 @@ def stopping() -> list[signal.Signals]:
         for number in STOPPING
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     ]
-
-
-def be_helper(*unused: Any) -> None:
-    """Make this process, a fork of a rank, ignore the signals and end with the rank.
-
-    The rank needs it until it has saved, and launchers signal whole process groups. A fork has the
-    rank's connections, too. While it lives, no other rank sees that the rank was killed: data
-    workers of torch live on for 5 seconds.
-    """
-    # The rank's garbage stays: objects of torch wait for threads that no fork has.
-    gc.freeze()
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(AttributeError, OSError):  # not Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def follow_launcher() -> None:
@@ -107,8 +88,6 @@ class StopSignals:
         self.previous_pipe = signal.set_wakeup_fd(self.pipe.fileno(), warn_on_full_buffer=False)
         listener = threading.Thread(target=self._listen, args=(read, caught), daemon=True)
         listener.start()
-        # Else a signal to a data worker would be written there too, and stop the run.
-        os.register_at_fork(after_in_child=self._close_pipe)
         for number in caught:
             self.previous[number] = signal.signal(number, lambda number, frame: None)
         return self
@@ -119,7 +98,7 @@ class StopSignals:
         self._close_pipe()
 
     def _close_pipe(self) -> None:
-        """Give up the pipe, which ends the thread. A forked child does so at its start."""
+        """Give up the pipe, which ends the thread."""
         if self.pipe is not None:
             signal.set_wakeup_fd(self.previous_pipe)
             self.pipe.close()

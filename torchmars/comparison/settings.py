@@ -12,7 +12,7 @@ SETTINGS_FILE = "comparison.toml"
 # What may differ between two starts of a comparison: it does not change what is computed, or the
 # trials have it of their own.
 FREE_SECTIONS = ("optimizer", "checkpoint", "evaluation", "metrics", "profiler")
-FREE = ("run.name", "run.folder", "data.num_workers", "data.processes", "data.verify")
+FREE = ("run.name", "run.folder", "data.processes", "data.verify")
 SHOWN = 3  # differences in an error
 
 

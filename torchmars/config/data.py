@@ -76,8 +76,6 @@ class DataConfig:
     packing: Annotated[Packing, Mark.IDENTITY] = "stream"
     """stream: windows are cut from the documents end to end. best_fit: few documents are cut, since
     windows are filled with documents that fit."""
-    num_workers: Annotated[int, Range(0, 64)] = 1
-    """Processes of each rank that read ahead. 0: the training process reads."""
     verify: Literal["full", "size", "off"] = "full"
     """How the shards are checked when a run starts. full: size and SHA-256 of every one. size:
     sizes only. off: nothing."""

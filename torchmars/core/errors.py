@@ -31,7 +31,6 @@ PYTHON = str(Path(os.__file__).parent)  # the folder of its own modules
 EXIT_CODE_FILE = "TORCHMARS_EXIT_CODE_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # that in which torchrun expects a rank's error
 
-
 # Of an address what may be credentials: USER:PASSWORD@, where the number of a port is none, and a
 # query.
 PASSWORD = re.compile(r"(?:(?<=//)|(?<=s3:)|(?<=gs:)|(?<=az:))[^\s/@:]*:(?!\d{1,5}/)[^\s@]*@")
@@ -82,10 +81,7 @@ def file_errors(problem: str, remedy: str = "") -> Iterator[None]:
 
 
 class LostRank(Exception):
-    """Another rank is gone, or never came.
-
-    Its own error is what matters. This says only where to look.
-    """
+    """Another rank is gone, or never came: its own error matters, and this says where to look."""
 
 
 class NoTraffic(Exception):
@@ -97,6 +93,10 @@ class NoTraffic(Exception):
 
 class OutOfMemory(Exception):
     """A rank needs more memory than its GPU has. The message is one line with the remedy."""
+
+
+class LoneMistake(Exception):
+    """A mistake that this rank alone has found, while the others wait for it. One line."""
 
 
 class Ended(SystemExit):

@@ -1,52 +1,56 @@
 """Batches of the windows of a split, for training in the global order and for validation."""
 
+import atexit
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
+from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torchdata.nodes import BaseNode, Prefetcher
 
-from torchmars.cluster.signals import be_helper
+from torchmars.cluster import process
+from torchmars.core.device import is_gpu, use
+from torchmars.core.errors import LoneMistake, UserError
 from torchmars.data.mixture import MixedWindows
-from torchmars.data.order import Samples, rank_samples
+from torchmars.data.order import Place, rank_places
 from torchmars.data.shares import Shares, shares_from_start
-from torchmars.data.windows import ChangedData
 
 
-@dataclass(frozen=True, eq=False)
-class Sent:
-    """Windows [m, T + 1] on their way from a worker, through a pipe.
+class Microbatches(BaseNode[Tensor | BaseException]):
+    """Reads microbatches, token ids [m, T + 1], int64; pinned if `device` is a GPU.
 
-    A tensor alone would come as an open file, by a handshake with a thread of the worker: that
-    takes the host longer than the values do.
+    The thread of a `Prefetcher` calls it. torchdata's other threads would change how many threads
+    torch uses in those that begin later. What is raised takes the place of a microbatch: it would
+    end the thread, and whoever waits for it might do so for ever.
     """
 
-    windows: Tensor
+    def __init__(
+        self, windows: MixedWindows, places: Iterator[list[Place]], device: torch.device
+    ) -> None:
+        super().__init__()
+        self.windows, self.places, self.device = windows, places, device
 
-    @classmethod
-    def together(cls, windows: Sequence[Tensor]) -> "Sent":
-        """Return windows [T + 1] as one batch."""
-        return cls(torch.stack(list(windows)))
+    def next(self) -> Tensor | BaseException:
+        """Return the next microbatch, or why it cannot be read."""
+        pinned = is_gpu(self.device.type)
+        try:
+            if pinned:
+                use(self.device)  # a thread begins with the first GPU, and would pin for that
+            return self.windows.batch(next(self.places), pinned)
+        except BaseException as error:
+            return error
 
-    @classmethod
-    def received(cls, windows: np.ndarray) -> "Sent":
-        """Return the bytes that came through the pipe."""
-        return cls(torch.from_numpy(windows))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Sent.received, (self.windows.numpy(),)
-
-    def pin_memory(self) -> "Sent":
-        """Return the same in memory that a GPU copies from by itself. The loader calls it."""
-        return Sent(self.windows.pin_memory())
+    def get_state(self) -> dict[str, Any]:
+        """Return nothing: what counts is what was consumed, and the loader knows it."""
+        return {}
 
 
 @dataclass(eq=False)
 class Loader:
-    """Batches of the training split in the global order.
+    """Batches of the training split in the global order, read ahead on a thread.
 
     Its whole state is `position`, the number of samples consumed so far, and `shares`, which deals
     them to the parts of the mixture. Each optimizer step takes one `step()`: this rank's
@@ -60,13 +64,10 @@ class Loader:
     microbatch_size: int
     rank: int
     ranks: int
-    num_workers: int
-    pin_memory: bool = False
+    device: torch.device = torch.device("cpu")
     position: int = 0
     shares: Shares = Shares()
-    changed: ChangedData | None = None
-    """The shard that changed while the run read it. The batches are zeros then."""
-    _batches: Iterator[Sent] | None = None
+    _ahead: Prefetcher[Tensor | BaseException] | None = None
     _peeked: list[Tensor] | None = None
 
     @property
@@ -75,67 +76,60 @@ class Loader:
         read = self.shares.counts(self.position)
         return [count // windows for count, windows in zip(read, self.windows.lengths)]
 
-    def seek(self, position: int, shares: Shares) -> None:
-        """Go on from global sample number `position`, as a run on any layout left it."""
-        self.position, self.shares = position, shares
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was consumed up to the last step: it fits any layout."""
+        return {"position": self.position, "shares": self.shares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what a loader has consumed on any layout."""
+        self.position, self.shares = state["position"], state["shares"]
         self.close()
 
     def close(self) -> None:
-        """End the processes that read ahead. They ignore the signals in `signals.STOPPING`."""
-        self._batches = self._peeked = None
+        """End the thread. The next `peek` or `step` starts another one."""
+        self._ahead = self._peeked = None  # a `Prefetcher` joins its thread when it is deleted
 
     def step(self) -> list[Tensor]:
         """Return this rank's microbatches of the next global batch, and move `position` past it.
 
-        Where the data have changed they are zeros: other ranks may not know it yet, and need this
-        one in the step. Check `changed` before the results are used.
+        Raises `UserError` of data that cannot be read; one of several ranks raises `LoneMistake`.
         """
         batch = self.peek()
         self._peeked = None
         self.position += self.global_batch_size
         return batch
 
-    def check(self) -> None:
-        """Raise `ChangedData` if a shard has changed while the run read it."""
-        if self.changed is not None:
-            raise self.changed
-
     def peek(self) -> list[Tensor]:
-        """Return the microbatches that the next `step` will return."""
+        """Return the microbatches that the next `step` will return. Raises as it does."""
         if self._peeked is None:
             count = self.global_batch_size // self.ranks // self.microbatch_size
-            try:
-                self.check()
-                self._peeked = [next(self._stream()).windows for _ in range(count)]
-            except ChangedData as error:
-                # A worker's exception carries its traceback in front of the message.
-                self.changed = ChangedData(str(error).rpartition("ChangedData: ")[2].strip())
-                # The frames and the workers refer to each other. Workers whose end is left to the
-                # garbage collector do not end.
-                error.with_traceback(None)
+            if self._ahead is None:
+                sizes = self.global_batch_size, self.microbatch_size, self.rank, self.ranks
+                data = self.shares, self.windows.lengths, self.seed
+                places = rank_places(self.position, *data, *sizes)
+                node = Microbatches(self.windows, places, self.device)
+                self._ahead = Prefetcher(node, 2 * count, snapshot_frequency=0)  # two steps
+                with_threads.add(self)
+            batch = [next(self._ahead) for _ in range(count)]
+            if failure := next((each for each in batch if isinstance(each, BaseException)), None):
                 self.close()
-                shape = self.microbatch_size, self.windows.seq_len + 1
-                self._peeked = [torch.zeros(shape, dtype=torch.int64)] * count
+                lone = isinstance(failure, UserError) and process.world_size() > 1
+                raise LoneMistake(str(failure)) if lone else failure
+            self._peeked = batch
         return self._peeked
 
-    def _stream(self) -> Iterator[Sent]:
-        if self._batches is None:
-            samples = rank_samples(
-                self.position, self.global_batch_size, self.microbatch_size, self.rank, self.ranks
-            )
-            # A generator of its own: a start of the loader must not draw from dropout's.
-            self._batches = iter(
-                DataLoader(
-                    Samples(self.windows, self.shares, self.seed),
-                    batch_sampler=samples,
-                    num_workers=self.num_workers,
-                    collate_fn=Sent.together,
-                    pin_memory=self.pin_memory,
-                    generator=torch.Generator(),
-                    worker_init_fn=be_helper,
-                )
-            )
-        return self._batches
+
+with_threads: WeakSet[Loader] = WeakSet()
+
+
+@atexit.register
+def close_all() -> None:
+    """End the threads of all loaders: none may run while Python ends, or in a process's fork."""
+    for loader in [*with_threads]:
+        loader.close()
+
+
+os.register_at_fork(before=close_all)
 
 
 def validation_batches(
@@ -162,4 +156,4 @@ def validation_batches(
     for begin in range(0, len(chosen), stride):
         mine = chosen[begin + rank * batch_size : begin + (rank + 1) * batch_size]
         padded = (mine + [chosen[0]] * batch_size)[:batch_size]
-        yield torch.stack([windows[place] for place in padded]), [part for part, _ in mine]
+        yield windows.batch(padded), [part for part, _ in mine]

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from torchmars.config.data import Packing
 from torchmars.data.manifest import DataManifest
+from torchmars.data.order import Place
 from torchmars.data.packed import METHOD as PACKED
 from torchmars.data.packed import PackedWindows, pack_shards
 from torchmars.data.shards import Level, check_shards, check_size, check_vocabulary
@@ -19,17 +20,23 @@ from torchmars.data.shares import shares_from_start
 from torchmars.data.windows import Windows
 
 
-class MixedWindows(Dataset):
-    """The windows of a split of all parts, by part and window."""
+class MixedWindows:
+    """The windows of a split of all parts."""
 
     def __init__(self, parts: Sequence[Windows]) -> None:
         self.parts, self.seq_len = parts, parts[0].seq_len
         self.lengths = [len(windows) for windows in parts]
 
-    def __getitem__(self, place: tuple[int, int]) -> Tensor:
-        """Return token ids [T + 1], int64. Raises `ChangedData`."""
-        part, window = place
-        return self.parts[part][window]
+    def batch(self, places: Sequence[Place], pinned: bool = False) -> Tensor:
+        """Return token ids [m, T + 1], int64, of windows by part and number.
+
+        `pinned`: in memory that a GPU copies from by itself. Raises `UserError` of a failed read.
+        """
+        shape = len(places), self.seq_len + 1
+        tokens = torch.empty(shape, dtype=torch.int64, pin_memory=pinned)
+        for row, (part, window) in zip(tokens.numpy(), places):
+            row[:] = self.parts[part][window]
+        return tokens
 
 
 @dataclass

@@ -16,8 +16,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from torchmars.core.errors import file_errors
@@ -25,7 +23,7 @@ from torchmars.core.files import PARTIAL, write_durably
 from torchmars.data.manifest import SPLITS, DataManifest, Shard, Split, TokenDtype
 from torchmars.data.packing import best_fit_windows
 from torchmars.data.shards import Level, check_shard, count_windows
-from torchmars.data.windows import ChangedData, Windows, read_with_stamp, stamp_of
+from torchmars.data.windows import ReadFile, Windows
 from torchmars.models.documents import begins
 
 # The order of windows follows from it, so whatever changes them makes another method.
@@ -43,34 +41,30 @@ class PackedWindows(Windows):
 
     def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
         super().__init__(folder, split, dtype, seq_len)
-        self.files = [str(packing_file(folder, shard, seq_len)) for shard in split.shards]
-        self.file_stamps = [stamp_of(file) for file in self.files]
-        self.counts = [count_windows(shard.tokens, seq_len) for shard in split.shards]
-        self.firsts = list(accumulate(self.counts, initial=0))
+        self.packings = [
+            ReadFile(packing_file(folder, shard, seq_len), "start the run again, which mends it")
+            for shard in split.shards
+        ]
+        counts = (count_windows(shard.tokens, seq_len) for shard in split.shards)
+        self.firsts = list(accumulate(counts, initial=0))
 
     def __len__(self) -> int:
         return self.firsts[-1]
 
-    def __getitem__(self, window: int) -> Tensor:
-        """Return token ids [T + 1], int64. Raises `ChangedData`."""
+    def __getitem__(self, window: int) -> np.ndarray:
+        """Return token ids [T + 1] in the shards' dtype. Raises `UserError` of a failed read."""
         shard = bisect_right(self.firsts, window) - 1
-        begin, end = self._numbers(shard, window - self.firsts[shard], 2).tolist()
-        numbers = self._numbers(shard, self.counts[shard] + 1 + 2 * begin, 2 * (end - begin))
-        spans = numbers.reshape(-1, 2).tolist()
-        spans[-1][1] += 1  # the last target
-        parts = [self.read(shard, start, start + size) for start, size in spans]
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        first, last = self.firsts[shard : shard + 2]
+        begin, end = self._numbers(shard, window - first, 2)
+        numbers = self._numbers(shard, last - first + 1 + 2 * begin, 2 * (end - begin))
+        spans = [(start, start + size) for start, size in zip(numbers[::2], numbers[1::2])]
+        spans[-1] = spans[-1][0], spans[-1][1] + 1  # the last target
+        return self.read(shard, *spans)
 
-    def _numbers(self, shard: int, first: int, count: int) -> np.ndarray:
-        """Return numbers of the packing of a shard. Raises `ChangedData`."""
-        begin, size = DIGEST + first * NUMBER.itemsize, count * NUMBER.itemsize
-        data, stamp = read_with_stamp(self.files[shard], begin, begin + size)
-        if stamp != self.file_stamps[shard] or len(data) != size:
-            raise ChangedData(
-                f"the data changed while the run read them: {self.files[shard]} is not what it was "
-                "when the run began: start the run again, which makes it again if it is damaged"
-            )
-        return np.frombuffer(data, NUMBER)
+    def _numbers(self, shard: int, first: int, count: int) -> list[int]:
+        """Return numbers of the packing of a shard. Raises `UserError` of a failed read."""
+        data = self.packings[shard].read(DIGEST + first * NUMBER.itemsize, count * NUMBER.itemsize)
+        return np.frombuffer(data, NUMBER).tolist()
 
 
 def pack_shards(folder: Path, manifest: DataManifest, seq_len: int, level: Level = "full") -> None:
@@ -82,15 +76,14 @@ def pack_shards(folder: Path, manifest: DataManifest, seq_len: int, level: Level
     begin = manifest.begin_token
     border = [manifest.end_of_text, *([] if begin is None else [begin])]
     splits = [Windows(folder, manifest.splits[name], manifest.dtype, seq_len) for name in SPLITS]
-    found = [
-        (windows, number, shard)
-        for windows in splits
-        for number, shard in enumerate(windows.shards)
-    ]
+    found = [(windows, number) for windows in splits for number in range(len(windows.shards))]
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        good = pool.map(lambda each: is_good(folder, each[2], seq_len, border, level), found)
+        good = pool.map(
+            lambda each: is_good(folder, each[0].shards[each[1]], seq_len, border, level), found
+        )
         missing = [each for each, done in zip(found, good) if not done]
-    for windows, number, shard in tqdm(missing, "packing", unit=" shards", disable=not missing):
+    for windows, number in tqdm(missing, "packing", unit=" shards", disable=not missing):
+        shard = windows.shards[number]
         check_shard(shard, windows.split, manifest.dtype, folder)
         content = packing(windows, number, *border)
         data = digest(content, shard, seq_len, border) + content
@@ -117,11 +110,10 @@ def is_good(folder: Path, shard: Shard, seq_len: int, border: list[int], level: 
         if level != "full":
             windows = count_windows(shard.tokens, seq_len)
             end = DIGEST + (windows + 1) * NUMBER.itemsize
-            spans, _ = read_with_stamp(str(file), end - NUMBER.itemsize, end)
-            size = end + 2 * int.from_bytes(spans, "little") * NUMBER.itemsize
-            return file.stat().st_size == size
+            [spans] = np.fromfile(file, NUMBER, count=1, offset=end - NUMBER.itemsize)
+            return file.stat().st_size == end + 2 * spans * NUMBER.itemsize
         data = file.read_bytes()
-    except OSError:
+    except (OSError, ValueError):  # it is not there, or too short
         return False
     return data[:DIGEST] == digest(data[DIGEST:], shard, seq_len, border)
 
@@ -140,7 +132,7 @@ def packing(
     found = []
     for first in range(0, tokens, CHUNK):
         before = min(first, 1)  # the token before tells whether a document begins
-        chunk = windows.read(number, first - before, min(first + CHUNK, tokens))
+        chunk = windows.read(number, (first - before, min(first + CHUNK, tokens)))
         found.append(first + np.flatnonzero(begins(chunk, end_of_text, begin_token)[before:]))
     firsts, spans = array("q", [0]), array("q")
     for window in best_fit_windows(np.concatenate(found), tokens, windows.seq_len):

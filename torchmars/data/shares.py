@@ -4,9 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, TypeVar
+
+import numpy as np
 
 from torchmars.core.bounds import Range
+
+Samples = TypeVar("Samples", int, np.ndarray)  # one, or an array of Python's integers
 
 
 @dataclass(frozen=True)
@@ -26,22 +30,23 @@ class Shares:
     before: list[Annotated[int, Range(0, 2**63 - 1)]] = field(default_factory=lambda: [0])
     """The samples of each part before that one."""
 
-    def part_of(self, sample: int) -> tuple[int, int]:
-        """Return the part that a sample is of, and its number among the samples of that part.
+    def parts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the parts that `samples` [n] are of, and their numbers among those of the parts.
 
-        `sample` is at least `start`.
+        Samples are int64 and at least `start`, numbers uint64.
         """
-        before, after = self.counts(sample), self.counts(sample + 1)
-        part = next(part for part in range(len(before)) if after[part] > before[part])
-        return part, before[part]
+        exact = samples.astype(object)  # products of samples and shares exceed 64 bits
+        before, after = np.array(self.counts(exact)), np.array(self.counts(exact + 1))
+        parts = (after > before).argmax(axis=0)
+        return parts, before[parts, np.arange(len(parts))].astype(np.uint64)
 
-    def counts(self, sample: int) -> list[int]:
+    def counts(self, sample: Samples) -> list[Samples]:
         """Return how many samples of each part come before a sample, which is at least `start`."""
         left, result = sample - self.start, []
         for before, share in zip(self.before, self._shares):
             taken = left * share.numerator // share.denominator
             result.append(before + taken)
-            left -= taken
+            left = left - taken
         return result
 
     def changed(self, weights: Sequence[float], sample: int) -> "Shares":

@@ -84,14 +84,14 @@ class ShardWindows(Sequence[Tokens]):
         return len(self.windows)
 
     def __getitem__(self, number: Any) -> Any:
-        """Return a window. Raises `ChangedData`."""
+        """Return a window. Raises `UserError` of a failed read."""
         return Tokens(self.windows[number].tolist(), self.windows.seq_len)
 
     def own_bytes(self, tokens: int, decoded: int) -> int:
         """Return the bytes of text of so many tokens of the split, which decode to so many.
 
         A tokenizer of a file may lose text, and a token that begins documents may be one of text.
-        All tokens share the difference of the whole split. Raises `ChangedData`.
+        All tokens share the difference of the whole split. Raises `UserError` of a failed read.
         """
         exact = not isinstance(self.tokenizer, FileTokenizer) and self.begin_token is None
         if exact or not self.text_bytes:
@@ -100,7 +100,7 @@ class ShardWindows(Sequence[Tokens]):
         for number, shard in enumerate(self.windows.shards):
             for begin in range(0, shard.tokens, PIECE):
                 end = min(begin + PIECE, shard.tokens)
-                whole.add(self.windows.read(number, begin, end).tolist())
+                whole.add(self.windows.read(number, (begin, end)).tolist())
         lost = self.text_bytes - whole.total
         return decoded + lost * tokens // self.windows.split.tokens
 

@@ -14,7 +14,7 @@ from torchmars.cluster import process
 from torchmars.config import ResolvedConfig, TrainingConfig
 from torchmars.config.compile import resolve_compile
 from torchmars.config.dtypes import resolve_dtypes
-from torchmars.core.device import MAKERS, add_up_in_float32, is_gpu
+from torchmars.core.device import MAKERS, add_up_in_float32
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
@@ -72,12 +72,9 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
     config, native_bfloat16, compiles = resolve_on_ranks(config, layout)
     data = layout.on_first(lambda: prepare_data(config))
     seq_len, world = config.training.seq_len, layout.world
-    # The first rank alone asks for size and time of every shard.
-    training_windows = layout.on_first(lambda: data.windows("train", seq_len))
-    validation_windows = layout.on_first(lambda: data.windows("validation", seq_len))
     # The ranks share the reading.
     layout.on_all(lambda: data.verify(config.data.verify, world.rank, world.size))
-    loader = build_loader(config, layout, training_windows)
+    loader = build_loader(config, layout, data.windows("train", seq_len))
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.begin_token)
     model = lay_out_model(config, layout, data.vocab_size, tokenizer)
     decay = config.training.ema_decay
@@ -89,7 +86,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         # A notebook continues, and must not keep the run's folder then.
         failed.callback(checkpointer.saver.release)
         resumed = checkpointer.resume()
-        loader.seek(resumed.state.position, resumed.state.shares)
+        loader.load_state_dict({"position": resumed.state.position, "shares": resumed.state.shares})
         whole = model.whole, checkpointer.whole_optimizer
         can = native_bfloat16, compiles
         layout.say(*introduction(config, layout, *can, *whole, data, resumed))
@@ -98,9 +95,8 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         metrics, before = open_reports(config, layout, checkpointer, resumed.state)
         reporter = RunReporter(config, model, optimizer, data, loader, metrics, events, before)
         batch_size = loader.microbatch_size
-        validation = Validation(
-            config.validation, model, data, validation_windows, batch_size, tokenizer
-        )
+        windows = data.windows("validation", seq_len)
+        validation = Validation(config.validation, model, data, windows, batch_size, tokenizer)
         trainer = Trainer(
             config,
             model,
@@ -159,8 +155,7 @@ def build_loader(config: ResolvedConfig, layout: Layout, windows: MixedWindows) 
         microbatch_size=microbatch_size,
         rank=layout.data.rank,
         ranks=layout.data.size,
-        num_workers=config.data.num_workers,
-        pin_memory=is_gpu(layout.device.type),
+        device=layout.device,
     )
 
 

@@ -20,8 +20,6 @@ class StepFlags:
 
     stop: bool
     """A signal asked for the end."""
-    changed: bool
-    """The data have changed."""
     gone: bool
     """The run's folder is."""
     regroup: bool

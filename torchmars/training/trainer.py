@@ -196,23 +196,17 @@ class Trainer:
     def exchange_flags(self) -> FlagExchange:
         """Start to send this rank's flags to the others. The step does not wait for it.
 
-        It begins once the step has its data, so that a step on changed data is known for one. What
-        happens later is told at the next step.
+        What happens later is told at the next step.
         """
         flags = StepFlags(
             stop=self.signal is not None,
-            changed=self.loader.changed is not None,
             gone=self.layout.first and is_gone(self.config.run.lock),
             regroup=process.note(process.REGROUP) is not None,
         )
         return self.layout.exchange_flags(*astuple(flags))
 
     def agreed_events(self) -> StepFlags:
-        """Return the flags that are set on any rank.
-
-        Raises `UserError` if the run folder is gone, or the data have changed: then the step
-        just made is worth nothing, and nothing of it was reported or saved.
-        """
+        """Return the flags set on any rank. Raises `UserError` if the run folder is gone."""
         flags = StepFlags(*self.flags.result())
         if flags.gone:
             raise UserError(
@@ -220,8 +214,6 @@ class Trainer:
                 "deleted, moved or unmounted while the run went on. Put it back, and start the run "
                 "again"
             )
-        if flags.changed:
-            self.layout.on_all(self.loader.check)
         return flags
 
     def due(self, interval: int, at_end: bool | None = None, step: int | None = None) -> bool:
