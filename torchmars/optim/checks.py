@@ -26,13 +26,6 @@ def check_rule(value: Any, suffix: str = "") -> None:
         raise ValueError(f"rule{suffix} must be one of {', '.join(RULES)}, got {shown(value)}")
 
 
-def check_names(settings: Iterable[str]) -> None:
-    """Raise `TypeError` for an argument of `MARS` that is no setting of any rule."""
-    for name in settings:
-        if name not in group_settings():
-            raise TypeError(f"MARS() got an unexpected keyword argument {name!r}")
-
-
 def check_group(group: Mapping[str, Any], number: int) -> None:
     """Raise `ValueError` for a setting of group `number` that is out of its range, naming it."""
     check_rule(group["rule"], f" of group {number}")
@@ -49,8 +42,7 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
 def checked_params(params: Any) -> Any:
     """Return parameters, or groups of them, to be read more than once.
 
-    Raises `TypeError` for anything else. Arguments that torch refuses, or takes as they are, stay
-    so.
+    Raises `TypeError` for what cannot be read. torch refuses others, and takes a tensor as a group.
     """
     if isinstance(params, nn.Module) or not isinstance(params, Iterable):
         raise TypeError(
@@ -58,16 +50,7 @@ def checked_params(params: Any) -> Any:
             f"param_groups(model), got {'the module ' * isinstance(params, nn.Module)}"
             f"{type(params).__name__}"
         )
-    if isinstance(params, Tensor | set):  # torch takes the one in a group, refuses the other
-        return params
-    params = list(params)
-    for number, each in enumerate(params):
-        if isinstance(each, list) or (isinstance(each, tuple) and len(each) != 2):
-            raise TypeError(
-                f"params must be parameters, pairs (name, parameter) or dicts, got {shown(each)!r} "
-                f"as number {number}"
-            )
-    return params
+    return params if isinstance(params, Tensor | set) else list(params)
 
 
 def check_exact(groups: Iterable[Mapping[str, Any]]) -> None:
@@ -80,31 +63,16 @@ def check_exact(groups: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def check_state_dtypes(
-    momentum_dtype: torch.dtype | None, last_grad_dtype: torch.dtype | None
-) -> None:
-    """Raise `ValueError` for dtypes that `MARS` cannot keep its state in, naming them."""
-    dtypes = {"momentum_dtype": momentum_dtype, "last_grad_dtype": last_grad_dtype}
-    for name, dtype in dtypes.items():
-        if dtype is not None and not _computes(dtype):
-            raise ValueError(
-                f"{name} must be a floating-point dtype, got {dtype!r}: torch.bfloat16 is one"
-            )
+def check_state_dtype(name: str, dtype: Any) -> None:
+    """Raise `ValueError` for a dtype that `MARS` cannot keep state in: torch computes in no 8 bits.
 
-
-def _computes(dtype: Any) -> bool:
-    """Return whether torch computes with `dtype`, as it does not with 8 bits."""
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-
-
-def check_parameters(group: dict[str, Any], number: int) -> None:
-    """Raise `ValueError` for a parameter that the rule of `group` cannot update.
-
-    `number` is the group's among its groups.
+    None is the parameter's own. `name` is the argument's.
     """
-    for place, parameter in enumerate(group["params"]):
-        name = parameter_name(group, number, place)
-        _check_parameter(parameter, local_part(parameter), group["rule"], name)
+    good = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype is not None and not good:
+        raise ValueError(
+            f"{name} must be a floating-point dtype, got {dtype!r}: torch.bfloat16 is one"
+        )
 
 
 def parameter_name(group: dict[str, Any], group_number: int, place: int) -> str:
@@ -114,35 +82,33 @@ def parameter_name(group: dict[str, Any], group_number: int, place: int) -> str:
     return f"parameter {names[place]!r} ({where})" if names else f"parameter {where}"
 
 
-def _check_parameter(parameter: Tensor, local: Tensor, rule: str, name: str) -> None:
-    """Raise `ValueError` for a parameter that `rule` cannot update.
-
-    `local` is this rank's part of it, `name` what the message calls it.
-    """
-    # FSDP1's mark on its FlatParameter, and on the views of it that use_orig_params=True shows:
-    # private, torch 2.11 to 2.15.
-    if getattr(parameter, "_fsdp_flattened", False):
-        raise ValueError(
-            f"params must be whole tensors or DTensors, {name} is a flattened part of "
-            "FSDP1 (FullyShardedDataParallel), whose norms cannot be known: "
-            "use FSDP2, torch.distributed.fsdp.fully_shard"
-        )
-    if not parameter.is_floating_point():
-        raise ValueError(
-            f"params must be real floating-point tensors, {name} is of {parameter.dtype}"
-        )
-    if isinstance(RULES[rule], MatrixRule) and parameter.ndim < 2:
-        raise ValueError(
-            f"a matrix rule needs parameters of at least two dimensions, {name} has "
-            f"shape {tuple(parameter.shape)}: MARS(param_groups(model, {rule!r})) gives "
-            "norms and biases, embeddings and heads their own rule"
-        )
-    if isinstance(RULES[rule], MatrixRule) and not local.is_contiguous():
-        raise ValueError(
-            f"params of a matrix rule must be contiguous, {name} has strides {local.stride()}"
-        )
-    if torch.empty_like(local).stride() != local.stride():
-        raise ValueError(f"params must be dense in memory, {name} has strides {local.stride()}")
+def check_parameters(group: dict[str, Any], number: int) -> None:
+    """Raise `ValueError` for a parameter that the rule of group `number` cannot update."""
+    rule, of_matrices = group["rule"], isinstance(RULES[group["rule"]], MatrixRule)
+    for place, parameter in enumerate(group["params"]):
+        name, local = parameter_name(group, number, place), local_part(parameter)
+        # FSDP1's mark on its FlatParameter, and on the views of it that use_orig_params=True shows:
+        # private, torch 2.11 to 2.15.
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise ValueError(
+                f"params must be whole tensors or DTensors, {name} is a flattened part of "
+                "FSDP1 (FullyShardedDataParallel), whose norms cannot be known: "
+                "use FSDP2, torch.distributed.fsdp.fully_shard"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"params must be real floating-point tensors, {name} is of {parameter.dtype}"
+            )
+        if of_matrices and parameter.ndim < 2:
+            raise ValueError(
+                f"a matrix rule needs parameters of at least two dimensions, {name} has "
+                f"shape {tuple(parameter.shape)}: MARS(param_groups(model, {rule!r})) gives "
+                "norms and biases, embeddings and heads their own rule"
+            )
+        dense = torch.empty_like(local).stride() == local.stride()
+        if not (local.is_contiguous() if of_matrices else dense):
+            wanted = "contiguous for a matrix rule" if of_matrices else "dense in memory"
+            raise ValueError(f"params must be {wanted}, {name} has strides {local.stride()}")
 
 
 def warn_of_no_gradient(groups: list[dict[str, Any]]) -> None:

@@ -98,18 +98,14 @@ def _is_conv1d(owner: nn.Module) -> bool:
 
 def _of_experts(owner: nn.Module, layer: str) -> Settings:
     """Return how a stack of experts' matrices is cut: gates and ups, [E, 2I, d] or [E, d, 2I]."""
-    down = getattr(owner, "down_proj", None)
-    both = getattr(owner, "gate_up_proj", None)
+    down, both = (getattr(owner, name, None) for name in ("down_proj", "gate_up_proj"))
     if both is None or down is None or not both.ndim == down.ndim == 3:
         return {}
     _, first, second = down.shape
-    if both.shape[1:] == (2 * second, first):
-        oriented = {}
-    elif both.shape[1:] == (second, 2 * first):
-        oriented = {"transposed": True}
-    else:
-        return {}
-    if layer == "down_proj":
-        return oriented
+    known: dict[tuple[int, ...], Settings]
+    known = {(2 * second, first): {}, (second, 2 * first): {"transposed": True}}
+    oriented = known.get(tuple(both.shape[1:]))
+    if oriented is None or layer == "down_proj":
+        return oriented or {}
     # Each second row, or column, is a gate where they do not come one after the other.
     return {"split": 2 if getattr(owner, "is_concatenated", True) else (1, 1)} | oriented

@@ -15,10 +15,8 @@ from torchmars.optim.checks import check_group, check_module, check_rule, checke
 from torchmars.optim.fused import cut_of, heads_of, softmax_router
 from torchmars.optim.roles import ROLES, looks_like, roles, sized_as_tokens
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
-from torchmars.optim.scaling import SettingFactors, TransferFactors
+from torchmars.optim.scaling import TransferFactors
 from torchmars.optim.settings import CUT, Settings, shown
-
-NO_FACTORS = SettingFactors()
 
 
 def complete_settings(name: str, **given: Any) -> Settings:
@@ -68,13 +66,22 @@ def check_groups(
     **settings: Any,
 ) -> None:
     """Raise the `ValueError` that `param_groups` would raise with a model that has every role."""
-    table = role_settings(name, **settings)
-    for role, changes in by_role.items():
-        table[role] = _changed(table[role], changes, role)
+    table = _table(name, by_role, settings)
     for pattern, changes in by_pattern:
         if not pattern:
             raise ValueError("groups needs a pattern in each of its tables")
         _changed(table["matrix"], changes, pattern)
+
+
+def _table(
+    name: str, by_role: Mapping[str, dict[str, Any]], settings: Settings
+) -> dict[str, Settings]:
+    """Return the settings of each role under optimizer `name`, changed as `by_role` says."""
+    table = role_settings(name, **settings)
+    for role in by_role:
+        if role not in ROLES:
+            raise ValueError(f"by_role must name roles of {', '.join(ROLES)}, got {role!r}")
+    return table | {role: _changed(table[role], each, role) for role, each in by_role.items()}
 
 
 def param_groups(
@@ -111,32 +118,69 @@ def param_groups(
     """
     _check_types(model, by_pattern, factors)
     given = by_role or {}
-    table = _changed_roles(role_settings(name, **settings), given)
-    groups: dict[tuple[str, str, str], dict[str, Any]] = {}
-    claimed = set[str]()
+    table = _table(name, given, settings)
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
     named, modules = dict(model.named_parameters()), dict(model.named_modules())
-    heads = {each: found for each in named if (found := heads_of(each, modules))}
     by_name = roles(model)
     for parameter_name, role in by_name.items():
         pattern, changes = _claim(parameter_name, by_pattern)
-        claimed.add(pattern)
-        where = pattern or role
+        where, own = pattern or role, given.get(role, {}) | changes
         changed = _changed(table[role], changes, where)
-        parameter, own = named[parameter_name], given.get(role, {}) | changes
-        orthogonal = isinstance(RULES[changed["rule"]], MatrixRule)
-        may_cut = parameter.ndim > 1 and (split_fused or not orthogonal)
-        cut = cut_of(parameter_name, parameter, modules) if may_cut else {}
-        cut = {each: value for each, value in cut.items() if each not in own}
-        if (per_head := changed.pop("per_head", False)) and orthogonal:
-            cut |= _of_heads(parameter_name, heads, per_head, own, model)
-        of = factors.of(parameter_name, parameter, role, changed, cut) if factors else NO_FACTORS
-        if orthogonal:
-            changed |= cut | _zero_mean(parameter_name, role, own, modules)
-        _put((parameter_name, parameter), groups, (where, role), changed, of)
-    _check_claimed(by_pattern, claimed)
+        cut = _cut(parameter_name, named, modules, changed, own, split_fused)
+        changed.pop("per_head", None)
+        if factors:
+            changed = factors.of(parameter_name, named[parameter_name], role, changed, cut)
+        if isinstance(RULES[changed["rule"]], MatrixRule):
+            changed |= cut
+            if role == "router" and softmax_router(parameter_name, modules):
+                changed.setdefault("zero_mean", True)
+        # Factors of one group may differ by rounding.
+        rates = (f"{float(changed.get(each, 0)):.9g}" for each in ("lr", "weight_decay", "eps"))
+        key = where, role, *(str(changed.get(each)) for each in (*CUT, "zero_mean")), *rates
+        group = groups.setdefault(key, {"params": [], "role": where} | changed)
+        group["params"].append((parameter_name, named[parameter_name]))
+    _check_claimed(by_name, by_pattern)
     if isinstance(RULES[table["matrix"]["rule"]], MatrixRule):
         _warn_of_unclear(model, by_name, by_pattern)
     return list(groups.values())
+
+
+def _cut(
+    name: str,
+    named: Mapping[str, Tensor],
+    modules: Mapping[str, nn.Module],
+    settings: Settings,
+    own: Settings,
+    split_fused: bool,
+) -> Settings:
+    """Return how a parameter is cut into matrices, but for what its `own` settings say of that.
+
+    `settings` are those of its group. Raises `ValueError` where `per_head` is True and no parameter
+    has heads.
+    """
+    orthogonal, per_head = isinstance(RULES[settings["rule"]], MatrixRule), settings.get("per_head")
+    may_cut = named[name].ndim > 1 and (split_fused or not orthogonal)
+    cut = cut_of(name, named[name], modules) if may_cut else {}
+    cut = {each: value for each, value in cut.items() if each not in own}
+    if not orthogonal or not per_head:
+        return cut
+    if per_head is True and not any(heads_of(each, modules) for each in named):
+        raise ValueError(
+            f"per_head has no meaning for a {type(modules['']).__name__}, whose attention declares "
+            "no heads (head_rows): remove it"
+        )
+    return cut if per_head == "auto" and "split" in own else cut | heads_of(name, modules)
+
+
+def _check_claimed(by_name: Iterable[str], by_pattern: Sequence[tuple[str, Settings]]) -> None:
+    """Raise `ValueError` for a pattern that claims none of the parameters `by_name`."""
+    claimed = {_claim(name, by_pattern)[0] for name in by_name}
+    for pattern, _ in by_pattern:
+        if pattern not in claimed:
+            raise ValueError(
+                f"by_pattern: {pattern!r} claims no parameter "
+                "(or an earlier pattern claimed them all)"
+            )
 
 
 def _warn_of_unclear(
@@ -158,52 +202,6 @@ def _claim(name: str, by_pattern: Sequence[tuple[str, Settings]]) -> tuple[str, 
     return next((each for each in by_pattern if fnmatchcase(name, each[0])), ("", {}))
 
 
-def _of_heads(
-    name: str, heads: Mapping[str, Settings], per_head: Any, own: Settings, model: nn.Module
-) -> Settings:
-    """Return the settings that cut a parameter into heads, where `per_head` says so.
-
-    `heads` has them by name. A split among the parameter's `own` settings goes before "auto".
-    Raises `ValueError` where `per_head` is True and no parameter has heads.
-    """
-    if per_head is True and not heads:
-        raise ValueError(
-            f"per_head has no meaning for a {type(model).__name__}, whose attention declares no "
-            "heads (head_rows): remove it"
-        )
-    apart = per_head is True or (per_head == "auto" and "split" not in own)
-    return heads.get(name, {}) if apart else {}
-
-
-def _put(
-    named: tuple[str, Tensor],
-    groups: dict[tuple[str, str, str], dict[str, Any]],
-    place: tuple[str, str],
-    settings: Settings,
-    factors: SettingFactors,
-) -> None:
-    """Put a parameter into the group of those at its `place` with its settings and factors."""
-    differ = [*(settings.get(name) for name in (*CUT, "zero_mean")), str(factors)]
-    group = {"params": [], "role": place[0]} | factors.of(settings)
-    groups.setdefault((*place, repr(differ)), group)["params"].append(named)
-
-
-def _zero_mean(name: str, role: str, own: Settings, modules: Mapping[str, nn.Module]) -> Settings:
-    """Return the setting `zero_mean` of a softmax router whose `own` settings do not say it."""
-    found = role == "router" and "zero_mean" not in own and softmax_router(name, modules)
-    return {"zero_mean": True} if found else {}
-
-
-def _changed_roles(
-    table: dict[str, Settings], by_role: dict[str, dict[str, Any]]
-) -> dict[str, Settings]:
-    """Return the settings of each role with those changed that `by_role` changes."""
-    for role in by_role:
-        if role not in ROLES:
-            raise ValueError(f"by_role must name roles of {', '.join(ROLES)}, got {role!r}")
-    return table | {role: _changed(table[role], each, role) for role, each in by_role.items()}
-
-
 def _check_types(model: Any, by_pattern: Any, factors: Any) -> None:
     """Raise `TypeError` for an argument of `param_groups` of another type."""
     if not isinstance(factors, TransferFactors | None):
@@ -216,48 +214,32 @@ def _check_types(model: Any, by_pattern: Any, factors: Any) -> None:
         raise TypeError("by_pattern must be a list of pairs (pattern, dict of settings)")
 
 
-def _check_claimed(by_pattern: Sequence[tuple[str, Any]], claimed: Collection[str]) -> None:
-    """Raise `ValueError` for a pattern that claimed no parameter."""
-    for pattern, _ in by_pattern:
-        if pattern not in claimed:
-            raise ValueError(
-                f"by_pattern: {pattern!r} claims no parameter "
-                "(or an earlier pattern claimed them all)"
-            )
-
-
 def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a group's settings with `changes`, checked. `where` names the group in errors."""
     changed, known = group | changes, group_settings()
-    for key, value in changes.items():
-        if key not in ("rule", *known):
-            raise ValueError(
-                f"{where}.{key} is no setting of a group: those are rule, {', '.join(known)}"
-            )
-        shared = key in known and known[key].scope == "both"
-        if shared and value is not None and not _has_meaning(key, changed["rule"]):
-            raise ValueError(f'{where}.{key} has no meaning for "{changed["rule"]}": remove it')
-    if "clip" in changed:
-        changed["clip"] = _clip(changed["clip"])
-    if changed.get("per_head") is True and "split" in changed:
-        raise ValueError(
-            f"{where}.split does not go with per_head, which splits by heads: remove it, or set "
-            "per_head = false beside it"
-        )
     try:
         check_rule(changed["rule"])
+        of_rule = RULES[changed["rule"]].defaults
+        for key, value in changes.items():
+            if key not in ("rule", *known):
+                raise ValueError(
+                    f"{key} is no setting of a group: those are rule, {', '.join(known)}"
+                )
+            shared = key in known and known[key].scope == "both"
+            if shared and value is not None and key not in of_rule:
+                raise ValueError(f'{key} has no meaning for "{changed["rule"]}": remove it')
+        if "clip" in changed:
+            changed["clip"] = _clip(changed["clip"])
+        if changed.get("per_head") is True and "split" in changed:
+            raise ValueError(
+                "split does not go with per_head, which splits by heads: remove it, or set "
+                "per_head = false beside it"
+            )
         for key in known.keys() & changed.keys():
             known[key].check(changed[key])
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
     return changed
-
-
-def _has_meaning(key: str, rule: Any) -> bool:
-    """Return whether a group of `rule` has a use for a setting."""
-    found = RULES.get(rule)
-    # Unknown rules and settings are refused elsewhere.
-    return found is None or key not in group_settings() or key in found.defaults
 
 
 def complete_group(
@@ -272,8 +254,9 @@ def complete_group(
     group = dict(param_group)
     if "params" not in group:
         raise ValueError(f"group {number} has no 'params': name its parameters")
-    check_rule(group.get("rule", defaults["rule"]))
-    for setting in RULES[group.get("rule", defaults["rule"])].settings:
+    rule = group.get("rule", defaults["rule"])
+    check_rule(rule)
+    for setting in RULES[rule].settings:
         if setting.scope != "optimizer" and setting.name not in given:
             group.setdefault(setting.name, setting.default)
     if (defaults | group).get("per_head") == "auto":  # `param_groups` has asked the model
@@ -281,8 +264,8 @@ def complete_group(
     check_group(defaults | group, number)
     group["params"] = checked_params(group["params"])
     if isinstance(group["params"], list):
-        parameters = [each[1] if isinstance(each, tuple) else each for each in group["params"]]
-        if len(set(parameters)) < len(parameters):
+        ids = {id(each[1] if isinstance(each, tuple) else each) for each in group["params"]}
+        if len(ids) < len(group["params"]):
             raise ValueError(f"group {number} has one parameter twice: name it once")
     return group
 

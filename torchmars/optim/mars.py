@@ -20,10 +20,9 @@ from torchmars.optim.checks import (
     MAX_GRAD_NORM,
     check_exact,
     check_group,
-    check_names,
     check_parameters,
     check_rule,
-    check_state_dtypes,
+    check_state_dtype,
     checked_params,
     warn_of_no_gradient,
 )
@@ -39,7 +38,7 @@ from torchmars.optim.matrices.exchange import Ends, Exchange
 from torchmars.optim.meshes import MeshGroups
 from torchmars.optim.passes import TorchPasses
 from torchmars.optim.plans import Plans, kept_settings
-from torchmars.optim.rules import RULES
+from torchmars.optim.rules import RULES, group_settings
 from torchmars.optim.settings import CLIP, EPS, FIXED, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
 from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state
 from torchmars.optim.step import GroupTelemetry, State, count_skipped, judged
@@ -138,8 +137,10 @@ class MARS(torch.optim.Optimizer):
     ) -> None:
         MAX_GRAD_NORM.check(max_grad_norm)
         check_rule(rule)
-        check_names(settings)
-        check_state_dtypes(momentum_dtype, last_grad_dtype)
+        if unknown := settings.keys() - group_settings().keys():
+            raise TypeError(f"MARS() got an unexpected keyword argument {min(unknown)!r}")
+        check_state_dtype("momentum_dtype", momentum_dtype)
+        check_state_dtype("last_grad_dtype", last_grad_dtype)
         self.max_grad_norm, self.exact = max_grad_norm, exact
         self._new_state = partial(
             new_state, exact=exact, momentum_dtype=momentum_dtype, last_grad_dtype=last_grad_dtype

@@ -7,7 +7,7 @@ for each tensor the scale of its initial values, its lr, decay and eps follow fr
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
@@ -24,49 +24,36 @@ from torchmars.optim.settings import CUT, Choice, Settings
 # The power of the number of blocks, over the base's, that divides what each block adds.
 DEPTHS = {"none": 0.0, "1/sqrt(L)": 0.5, "1/L": 1.0}
 NUMBER = re.compile(r"\d+")
+MATRICES = ("matrix", "router", "convolution")  # the roles whose sizes depend on their inputs
 # Attributes of attention that have the width of its heads: here, and in transformers.
 HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size")
 
 
-class SettingFactors(NamedTuple):
-    """What the settings of a parameter's group, which are those of the base, are multiplied by."""
+class Parameter(NamedTuple):
+    """A trained parameter of a model."""
 
-    lr: float = 1.0
-    weight_decay: float = 1.0
-    eps: float = 1.0
-
-    def of(self, settings: Settings) -> Settings:
-        """Return a group's settings times the factors."""
-        return settings | {
-            name: settings[name] * factor
-            for name, factor in self._asdict().items()
-            if factor != 1 and name in settings
-        }
-
-    def __str__(self) -> str:
-        """Return the same text for factors that differ by rounding: they share a group."""
-        return " ".join(f"{each:.9g}" for each in self)
+    role: str
+    shape: tuple[int, ...]
+    cut: Settings
+    """How it is cut into matrices: see `fused.cut_of`."""
+    heads: Settings
+    """How it is cut into heads: see `fused.heads_of`."""
 
 
 class Twin(NamedTuple):
     """A parameter and its counterpart in the base."""
 
-    shape: tuple[int, ...]
+    own: Parameter
     name: str
     """The counterpart's."""
-    base: tuple[int, ...]
-    """The counterpart's shape."""
-    base_cut: Settings
-    """How the counterpart is cut into matrices: see `fused.cut_of`."""
-    base_heads: Settings
-    """How it is cut into heads: see `fused.heads_of`."""
+    base: Parameter
     in_block: bool
     """Whether it belongs to a block."""
 
     @property
     def width(self) -> float:
         """How many times as long as in the base the last dim is."""
-        return self.shape[-1] / self.base[-1] if self.shape else 1.0
+        return self.own.shape[-1] / self.base.shape[-1] if self.own.shape else 1.0
 
     def pieces(self, given: Settings, cut: Settings) -> list[tuple[tuple[int, int], ...]]:
         """Return the sides [out, in] of each matrix in it, here and in the base.
@@ -74,10 +61,10 @@ class Twin(NamedTuple):
         Both are cut as `given`, and else each by its own: here that is `cut`. Models may differ in
         how many heads they have: of heads of one shape there is one.
         """
-        theirs = {name: self.base_cut.get(name, value) for name, value in cut.items()}
+        theirs = {name: self.base.cut.get(name, value) for name, value in cut.items()}
         if by_head := cut.get("per_head", False):
-            theirs |= self.base_heads
-        sides = _sides(self.shape, given | cut), _sides(self.base, given | theirs)
+            theirs |= self.base.heads
+        sides = _sides(self.own.shape, given | cut), _sides(self.base.shape, given | theirs)
         if by_head:
             return [*dict.fromkeys(zip(sides[0], cycle(sides[1])))]
         return list(zip(*sides, strict=True))
@@ -103,21 +90,19 @@ class TransferFactors:
 
     def of(
         self, name: str, parameter: Tensor, role: str, settings: Settings, cut: Settings
-    ) -> SettingFactors:
-        """Return the factors of a parameter of `role` in a group with `settings`.
+    ) -> Settings:
+        """Return a group's `settings`, which are those of the base, for a parameter of `role`.
 
         `cut` says of it what the settings do not: see `fused.cut_of`. Raises `ValueError`.
         """
-        if plain(name) not in self.twins:
-            raise ValueError(f"factors has no parameter {name!r}: make them of this model")
-        twin, rule = self.twins[plain(name)], RULES[settings["rule"]]
-        if twin.shape != tuple(parameter.shape):
+        twin, rule = self.twins.get(plain(name)), RULES[settings["rule"]]
+        if twin is None or twin.own.shape != tuple(parameter.shape):
             raise ValueError(
-                f"factors are of a model whose {name} has the shape {list(twin.shape)}, here it "
-                f"has {list(parameter.shape)}: make them of this model"
+                f"factors know no parameter {name!r} of the shape {list(parameter.shape)}: make "
+                "them of this model"
             )
         lr, eps = 1.0, 1 / twin.width
-        if role in ("matrix", "router", "convolution"):
+        if role in MATRICES:
             pieces = twin.pieces({key: settings[key] for key in CUT if key in settings}, cut)
             lr = min(rule.lr_factor(*each) for each in pieces)
             (_, inputs), (_, of_base) = pieces[0]
@@ -125,8 +110,14 @@ class TransferFactors:
         if self.depth and twin.in_block:
             lr *= self.layers ** (self.depth - 1)
             eps *= self.layers**-self.depth
-        has_eps = "exp_avg_sq" in rule.buffers(None, False, False)
-        return SettingFactors(lr, 1 / lr if self.decay == "kept" else 1.0, eps if has_eps else 1.0)
+        factors = {"lr": lr}
+        if self.decay == "kept":
+            factors["weight_decay"] = 1 / lr
+        if "exp_avg_sq" in rule.buffers(None, False, False):
+            factors["eps"] = eps
+        return settings | {
+            key: settings[key] * factor for key, factor in factors.items() if factor != 1
+        }
 
 
 def transfer_factors(
@@ -161,17 +152,17 @@ def transfer_factors(
     _check(model, base, depth, decay)
     blocks, count = _blocks(model)
     layers = max(count, 1) / max(_blocks(base)[1], 1)
-    ours, theirs = _Parameters(model), _Parameters(base)
-    twins = {name: _twin(name, ours, theirs, name.startswith(blocks)) for name in ours.roles}
+    ours, theirs = _parameters(model), _parameters(base)
+    twins = {name: _twin(name, own, theirs, name.startswith(blocks)) for name, own in ours.items()}
     std = {}
-    for name, role in ours.roles.items():
-        if role in ("matrix", "router", "convolution"):
-            (_, inputs), (_, of_base) = twins[name].pieces({}, ours.cut(name))[0]
+    for name, twin in twins.items():
+        if twin.own.role in MATRICES:
+            (_, inputs), (_, of_base) = twin.pieces({}, twin.own.cut)[0]
             std[name] = (of_base / inputs) ** 0.5
-    last = [name for name, role in ours.roles.items() if role == "head"]
-    last += [name for name, role in ours.roles.items() if role == "embedding"]  # a tied head
+    last = [each for each in twins.values() if each.own.role == "head"]
+    last += [each for each in twins.values() if each.own.role == "embedding"]  # a tied head
     multipliers = {
-        "logits": 1 / twins[last[0]].width if last else 1.0,
+        "logits": 1 / last[0].width if last else 1.0,
         "residual": layers ** -DEPTHS[depth],
         "attention": (_head_width(model) / _head_width(base)) ** -0.5,
     }
@@ -210,36 +201,30 @@ def plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-class _Parameters:
-    """The trained parameters of a model, by their plain names."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.named = {plain(name): (name, each) for name, each in model.named_parameters()}
-        self.roles = {plain(name): role for name, role in roles(model).items()}
-        self._modules = dict(model.named_modules())
-
-    def cut(self, name: str) -> Settings:
-        """Return how a parameter is cut into matrices."""
-        whole, parameter = self.named[name]
-        flat = {"flatten": True} if self.roles[name] == "convolution" else {}
-        return flat | cut_of(whole, parameter, self._modules) if parameter.ndim > 1 else {}
-
-    def heads(self, name: str) -> Settings:
-        """Return how a parameter is cut into heads."""
-        return heads_of(self.named[name][0], self._modules)
+def _parameters(model: nn.Module) -> dict[str, Parameter]:
+    """Return the trained parameters of a model, by their plain names."""
+    named, modules = dict(model.named_parameters()), dict(model.named_modules())
+    found = {}
+    for name, role in roles(model).items():
+        cut = cut_of(name, named[name], modules) if named[name].ndim > 1 else {}
+        if role == "convolution":
+            cut = {"flatten": True} | cut
+        shape = tuple(named[name].shape)
+        found[plain(name)] = Parameter(role, shape, cut, heads_of(name, modules))
+    return found
 
 
-def _twin(name: str, ours: _Parameters, theirs: _Parameters, in_block: bool) -> Twin:
-    """Return a parameter with its counterpart in the base. Raises `ValueError`."""
+def _twin(name: str, own: Parameter, theirs: Mapping[str, Parameter], in_block: bool) -> Twin:
+    """Return a parameter with its counterpart among those of the base. Raises `ValueError`."""
     pattern = NUMBER.sub("*", name)
-    alike = (each for each in theirs.roles if NUMBER.sub("*", each) == pattern)
-    other = name if name in theirs.roles else next(alike, None)
+    alike = (each for each in theirs if NUMBER.sub("*", each) == pattern)
+    other = name if name in theirs else next(alike, None)
     if other is None:
         raise ValueError(f"the base has no {name}: it must be a model of the same kind")
-    shape, base = (tuple(each[1].shape) for each in (ours.named[name], theirs.named[other]))
-    if len(shape) != len(base):
-        raise ValueError(f"{name} has {len(shape)} dims, but {len(base)} in the base")
-    return Twin(shape, other, base, theirs.cut(other), theirs.heads(other), in_block)
+    if len(own.shape) != len(theirs[other].shape):
+        dims = len(own.shape), len(theirs[other].shape)
+        raise ValueError(f"{name} has {dims[0]} dims, but {dims[1]} in the base")
+    return Twin(own, other, theirs[other], in_block)
 
 
 def _sides(shape: tuple[int, ...], cut: Settings) -> list[tuple[int, int]]:

@@ -57,53 +57,34 @@ def carried_state(
 ) -> dict[Tensor, State]:
     """Return the state of the parameters of `groups`, which were `known` before.
 
-    A parameter whose layout changed gets a state of its new layout with the same values. Raises
+    A parameter has the place in its group of the one that it replaced, which is in no group any
+    more. Its state has the same values in its own layout, as that of one that was moved. Raises
     `ValueError` if a parameter was replaced by one of another shape. Changes nothing.
-    """
-    before = {parameter: layout for group in known for parameter, layout in group}
-    former = _predecessors(groups, known)
-    carried: dict[Tensor, State] = {}
-    for group in groups:
-        for parameter in group["params"]:
-            old = former.get(parameter)
-            if old is None:
-                carried[parameter] = new_state(parameter, group)
-            elif old is parameter and layout_of(old) == before[old]:
-                carried[parameter] = state[old]
-            else:
-                carried[parameter] = new_state(parameter, group)
-                for key in carried[parameter].keys() & state[old].keys():
-                    fill(carried[parameter][key], state[old][key])
-    return carried
-
-
-def _predecessors(groups: Sequence[dict[str, Any]], known: Known) -> dict[Tensor, Tensor]:
-    """Return for each parameter the one whose state it takes over: itself, or the one it replaced.
-
-    A parameter replaced the one at its place of its group, if that one is in no group any more.
-    Others are new and left out.
     """
     present = {parameter for group in groups for parameter in group["params"]}
     before = {parameter: layout for group in known for parameter, layout in group}
-    result = {}
+    carried: dict[Tensor, State] = {}
     for number, group in enumerate(groups):
-        old = known[number] if number < len(known) else []
-        for place, parameter in enumerate(group["params"]):
-            if parameter in before:
-                former = parameter
-            elif len(old) == len(group["params"]) and old[place][0] not in present:
-                former = old[place][0]
-            else:
+        former = [old for old, _ in known[number]] if number < len(known) else []
+        replaced = former if len(former) == len(group["params"]) else group["params"]
+        for place, (parameter, old) in enumerate(zip(group["params"], replaced)):
+            if parameter in before or old in present:
+                old = parameter
+            if old is parameter and before.get(old) == layout_of(old):
+                carried[parameter] = state[old]
                 continue
-            shape = before[former].shape
-            if parameter.shape != shape:
+            fresh = carried[parameter] = new_state(parameter, group)
+            if old not in before:
+                continue
+            if parameter.shape != before[old].shape:
                 raise ValueError(
                     f"{parameter_name(group, number, place)} has shape "
-                    f"{tuple(parameter.shape)} now, and its state {tuple(shape)}: "
+                    f"{tuple(parameter.shape)} now, and its state {tuple(before[old].shape)}: "
                     "it can be replaced by a tensor of its own shape only"
                 )
-            result[parameter] = former
-    return result
+            for key in fresh.keys() & state[old].keys():
+                fill(fresh[key], state[old][key])
+    return carried
 
 
 def fill(target: Tensor, source: Tensor) -> None:
@@ -113,21 +94,13 @@ def fill(target: Tensor, source: Tensor) -> None:
     """
     if source.is_meta:  # no values yet
         return
-    if _lie_alike(source, target):
-        local_part(target).copy_(local_part(source))
-        return
+    if isinstance(source, DTensor) and isinstance(target, DTensor):
+        if (source.device_mesh, source.placements) == (target.device_mesh, target.placements):
+            local_part(target).copy_(local_part(source))
+            return
     whole = source.full_tensor() if isinstance(source, DTensor) else source
     whole = whole[tuple(slice(*interval) for interval in local_intervals(target))]
     local_part(target).copy_(whole)
-
-
-def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether two DTensors have their shards on the same ranks."""
-    return (
-        isinstance(one, DTensor)
-        and isinstance(other, DTensor)
-        and (one.device_mesh, one.placements) == (other.device_mesh, other.placements)
-    )
 
 
 @dataclass
@@ -159,23 +132,22 @@ def check_loaded(
         )
     loaded = Loaded([], {}, [])
     for number, (theirs, ours) in enumerate(zip(saved_groups, groups)):
-        if len(theirs["params"]) != len(ours["params"]):
+        counts = len(theirs["params"]), len(ours["params"])
+        if counts[0] != counts[1]:
             raise ValueError(
-                f"group {number} has {len(theirs['params'])} parameters in the "
-                f"state_dict, {len(ours['params'])} in this optimizer"
+                f"group {number} has {counts[0]} parameters in the state_dict, {counts[1]} in this "
+                "optimizer"
             )
         loaded.groups.append(_merged(theirs, ours, number))
         for place, (key, parameter) in enumerate(zip(theirs["params"], ours["params"])):
-            name = parameter_name(ours, number, place)
-            entries = saved["state"].get(key, {})
             fresh = loaded.state[parameter] = new_state(parameter, ours)
+            entries = saved["state"].get(key, {})
             # torch's AdamW has no state for parameters without a gradient so far.
             if entries or "rule" in theirs:
-                current = _checked_state(entries, theirs, ours["rule"], fresh, name)
-                if "last_grad" in fresh.keys() - current.keys():
+                name = parameter_name(ours, number, place)
+                _fill_checked(fresh, entries, theirs, ours["rule"], name)
+                if fresh.keys() - entries.keys():
                     loaded.without_last_grad.append(parameter)
-                for each in fresh.keys() & current.keys():
-                    fill(fresh[each], current[each])
     return loaded
 
 
@@ -199,23 +171,23 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[s
     return merged | {"params": theirs["params"]}
 
 
-def _checked_state(
-    entries: dict[str, Any], theirs: dict[str, Any], rule: str, wanted: State, name: str
-) -> State:
-    """Return a parameter's saved state, as tensors. Raises unless keys and shapes are `wanted`."""
+def _fill_checked(
+    fresh: State, entries: dict[str, Any], theirs: dict[str, Any], rule: str, name: str
+) -> None:
+    """Copy a parameter's saved state to a `fresh` one. Raises unless keys and shapes fit."""
     saved_rule = theirs.get("rule", "adamw")
-    current = {key: torch.as_tensor(value) for key, value in entries.items()}
-    if current.keys() - wanted.keys() or not state_fits(rule, wanted, saved_rule, current):
+    if entries.keys() - fresh.keys() or not state_fits(rule, fresh, saved_rule, entries):
         raise ValueError(
             f"{name} has the state {', '.join(sorted(entries)) or 'none'} in the "
-            f"state_dict, {rule} needs {', '.join(sorted(wanted))}"
+            f"state_dict, {rule} needs {', '.join(sorted(fresh))}"
         )
-    for key, value in current.items():
-        if value.shape != wanted[key].shape:
+    for key, value in entries.items():
+        value = torch.as_tensor(value)
+        if value.shape != fresh[key].shape:
             raise ValueError(
                 f"{name}: {key} has shape {tuple(value.shape)} in the state_dict, "
-                f"here {tuple(wanted[key].shape)}"
+                f"here {tuple(fresh[key].shape)}"
             )
-        if value.is_meta and not wanted[key].is_meta:
+        if value.is_meta and not fresh[key].is_meta:
             raise ValueError(f"{name}: {key} is on the meta device in the state_dict: no values")
-    return current
+        fill(fresh[key], value)
