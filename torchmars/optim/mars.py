@@ -312,7 +312,7 @@ class MARS(torch.optim.Optimizer):
         for parameter, h in self.ahead.items():
             if parameter.grad is None:
                 local_part(h).zero_()
-        passes.look_ahead(judged(self._summed(products), self.max_grad_norm), self.ahead)
+        passes.look_ahead(judged(self.plans.sums.sum_(products), self.max_grad_norm), self.ahead)
         self._looked_ahead = True
 
     @torch.no_grad()
@@ -350,7 +350,7 @@ class MARS(torch.optim.Optimizer):
 
         passes = self._begun()
         products = passes.products()
-        total = self._summed(products)
+        total = self.plans.sums.sum_(products)
         verdict, skipped, telemetry = passes.settle(
             total, products, self.max_grad_norm, self.skipped
         )
@@ -364,13 +364,6 @@ class MARS(torch.optim.Optimizer):
         self.grad_norm = verdict.norm
         self._finish(skipped, telemetry)
         return loss
-
-    def _summed(self, products: Tensor) -> Tensor:
-        """Sum the products [parameters, 3] over the ranks, in place. Return that of all <g, g>."""
-        self.plans.shard_sum.sum_(products)
-        total = products.sum(0)[0]
-        self.plans.totals.settle_(total, products)
-        return total
 
     def _begun(self) -> "TorchPasses | Launches":
         """Return the passes over the tensors of a step: Triton's launches, or torch's.
@@ -427,7 +420,7 @@ class MARS(torch.optim.Optimizer):
         "ROLE/correction" (the size of the correction relative to the gradient) and "ROLE/cosine"
         (of the gradient and the last one).
         """
-        return report(self.grad_norm, self.skipped, self._telemetry, self.plans.totals)
+        return report(self.grad_norm, self.skipped, self._telemetry, self.plans.sums)
 
     def start_interval(self) -> None:
         """Start a new interval of `telemetry`: its longest row of skipped steps counts from here.

@@ -1,7 +1,4 @@
-"""Where shards and copies of parameters lie on a mesh of ranks, and sums over those ranks.
-
-A step's sums are made in two halves: over the shards of each tensor, then over the model.
-"""
+"""Where shards and copies of parameters lie on a mesh of ranks, and sums over those ranks."""
 
 import contextlib
 import functools
@@ -18,27 +15,16 @@ from torch.distributed.tensor import DTensor
 MeshAxes = tuple[DeviceMesh, tuple[int, ...]]  # a mesh, and some of its axes
 
 
-def shard_axes(parameter: Tensor) -> MeshAxes | None:
-    """Return the mesh axes over which a DTensor's shards lie.
+def layout_key(parameter: Tensor) -> MeshAxes | None:
+    """Return the mesh of a DTensor, and the axes over which its shards lie; None for a tensor.
 
-    None if every rank has the whole tensor.
+    Parameters with one key lie alike. Along an axis of one rank nothing is sharded.
     """
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
-    axes = tuple(
-        axis
-        for axis, placement in enumerate(parameter.placements)
-        if not placement.is_replicate() and mesh.size(axis) > 1
-    )
-    return (mesh, axes) if axes else None
-
-
-def layout_key(parameter: Tensor) -> MeshAxes | None:
-    """Return a key of parameters that lie alike on the same mesh; None for plain ones."""
-    if not isinstance(parameter, DTensor):
-        return None
-    return parameter.device_mesh, (shard_axes(parameter) or (None, ()))[1]
+    placed = enumerate(parameter.placements)
+    return mesh, tuple(axis for axis, p in placed if not p.is_replicate() and mesh.size(axis) > 1)
 
 
 def ranks_along(ranks: Tensor, axes: Sequence[int]) -> list[list[int]]:
@@ -111,10 +97,10 @@ def mesh_place(parameter: Tensor, groups: MeshGroups) -> MeshPlace:
 
     Raises `ValueError` for a mesh whose ranks do not ascend along its axes.
     """
-    if not isinstance(parameter, DTensor):
+    key = layout_key(parameter)
+    if key is None:
         return MeshPlace([0], (), [[]], 0, 0, None, None)
-    mesh = parameter.device_mesh
-    axes = (shard_axes(parameter) or (mesh, ()))[1]
+    mesh, axes = key
     others = tuple(axis for axis in range(mesh.ndim) if axis not in axes)
     grid = torch.tensor(ranks_along(mesh.mesh, axes))  # [replicas, shards]
     replica, shard = grid.eq(dist.get_rank()).nonzero()[0].tolist()
@@ -130,35 +116,79 @@ def mesh_place(parameter: Tensor, groups: MeshGroups) -> MeshPlace:
     )
 
 
-class ShardSum:
-    """Adds numbers per tensor over the ranks that have that tensor's shards.
+class ModelSums:
+    """Sums over all ranks of numbers that a rank has for each parameter.
 
-    Tensors that are sharded over the same mesh axes are added in one all-reduce, however many they
-    are. Replicated and plain tensors need none. Adding a tensor is collective when a tensor is
-    sharded over more than one mesh axis: the ranks of the mesh must add the same parameters in the
-    same order.
+    First they are added over the shards of each tensor: those that are sharded over the same mesh
+    axes in one all-reduce, however many they are. Copies give the same numbers, unless one of them
+    is broken, or adds up in another order: the largest number is taken, and one that is not finite
+    is larger than all others. That takes one all-reduce for each mesh, over the axes along which
+    copies lie. Ranks of `norm_group` have different parts of the model: their numbers are summed,
+    in one more all-reduce.
     """
 
-    def __init__(self, groups: MeshGroups) -> None:
-        self._mesh_groups = groups
-        self.groups: dict[MeshAxes, dist.ProcessGroup] = {}
-        self._places: dict[MeshAxes, list[int]] = {}  # of the tensors
-        self._count = 0
+    def __init__(self, groups: MeshGroups, norm_group: dist.ProcessGroup | None) -> None:
+        self.norm_group, self._mesh_groups = norm_group, groups
+        self._shards: list[tuple[dist.ProcessGroup, list[int]]] = []
+        """For each set of mesh axes its ranks, and the numbers of the parameters sharded so."""
+        self._copies: list[tuple[dist.ProcessGroup, list[int]]] = []
+        """For each mesh the ranks with copies, and the numbers of the parameters that they share:
+        those on the mesh, and plain ones."""
 
-    def add(self, parameter: Tensor) -> None:
-        """Give `parameter` the next place among the tensors that `sum` takes."""
-        axes = shard_axes(parameter)
-        if axes is not None:
-            if axes not in self.groups:
-                self.groups[axes] = self._mesh_groups.over(*axes)
-            self._places.setdefault(axes, []).append(self._count)
-        self._count += 1
+    def cover(self, parameters: Iterable[Tensor]) -> None:
+        """Find the groups for all `parameters` of an optimizer. Collective over their meshes."""
+        keys = [layout_key(parameter) for parameter in parameters]
+        sharded: dict[MeshAxes, list[int]] = {}
+        for place, key in enumerate(keys):
+            if key is not None and key[1]:
+                sharded.setdefault(key, []).append(place)
+        self._shards = [(self._mesh_groups.over(*key), each) for key, each in sharded.items()]
+        axes_of_all = [set(key[1]) for key in keys if key is not None]
+        meshes = list(dict.fromkeys(key[0] for key in keys if key is not None))
+        # Along an axis that all parameters are sharded over, the sums over shards are the same.
+        alike = len(meshes) == 1 and None not in keys
+        summed = set.intersection(*axes_of_all) if alike else set()
+        self._copies = []
+        for mesh in meshes:
+            axes = tuple(
+                axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and axis not in summed
+            )
+            if axes:
+                shared = [place for place, key in enumerate(keys) if key is None or key[0] == mesh]
+                self._copies.append((self._mesh_groups.over(mesh, axes), shared))
 
-    def sum_(self, values: Tensor) -> None:
-        """Add up over the shards, in place. `values` [n, ...] has the numbers of each tensor."""
-        for axes, group in self.groups.items():
-            with _rows(values, self._places[axes]) as rows:
+    def sum_(self, numbers: Tensor) -> Tensor:
+        """Make each parameter's `numbers` [p, m] those of the whole tensor, the same on all copies.
+
+        In place. Return the sum of the first ones over the whole model, 0-d: they are at least 0,
+        or not finite.
+        """
+        for group, places in self._shards:
+            with _rows(numbers, places) as rows:
                 dist.all_reduce(rows, group=group)
+        total = numbers.sum(0)[0]
+        for group, places in self._copies:
+            with _rows(numbers, places) as rows:
+                both = torch.cat([total[None], rows.flatten()])
+                # Whether MAX keeps a NaN is up to the backend.
+                both = both.nan_to_num(nan=math.inf, posinf=math.inf)
+                dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+                total.copy_(both[0])
+                rows.copy_(both[1:].view_as(rows))
+        if self.norm_group is not None:
+            dist.all_reduce(total, group=self.norm_group)
+        return total
+
+    def add_up(self, numbers: dict[str, list[float]]) -> dict[str, list[float]]:
+        """Return the sums over `norm_group`, name by name; a rank need not have all names."""
+        if self.norm_group is None:
+            return numbers
+        everyone: list[dict[str, list[float]]] = [{}] * dist.get_world_size(self.norm_group)
+        dist.all_gather_object(everyone, numbers, group=self.norm_group)
+        sums: dict[str, list[float]] = {}
+        for name, row in (pair for each in everyone for pair in each.items()):
+            sums[name] = [*map(sum, zip(sums[name], row))] if name in sums else row
+        return sums
 
 
 @contextlib.contextmanager
@@ -176,67 +206,3 @@ def _rows(values: Tensor, places: Sequence[int]) -> Iterator[Tensor]:
 @functools.lru_cache  # a step waits for no copy to a GPU
 def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(places).to(device)
-
-
-class ModelTotals:
-    """Makes numbers of a rank's parameters those of the whole model, the same on every rank.
-
-    Copies give the same numbers, unless one of them is broken, or adds up in another order: the
-    largest number is taken, and one that is not finite is larger than all others. That takes one
-    all-reduce for each mesh, over the axes along which copies lie. Ranks of `norm_group` have
-    different parts of the model: their numbers are summed, in one more all-reduce.
-    """
-
-    def __init__(self, groups: MeshGroups, norm_group: dist.ProcessGroup | None) -> None:
-        self.norm_group = norm_group
-        self.copies: list[tuple[dist.ProcessGroup, list[int]]] = []
-        """For each mesh the ranks with copies, and the numbers of the parameters that they share:
-        those on the mesh, and plain ones."""
-        self._mesh_groups = groups
-
-    def cover(self, parameters: Iterable[Tensor]) -> None:
-        """Find the groups for all `parameters` of an optimizer. Collective over their meshes."""
-        keys = [layout_key(parameter) for parameter in parameters]
-        axes_of_all = [set(key[1]) for key in keys if key is not None]
-        meshes = list(dict.fromkeys(key[0] for key in keys if key is not None))
-        # Along an axis that all parameters are sharded over, the sums over shards are the same.
-        alike = len(meshes) == 1 and None not in keys
-        summed = set.intersection(*axes_of_all) if alike else set()
-        self.copies = []
-        for mesh in meshes:
-            axes = tuple(
-                axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and axis not in summed
-            )
-            if axes:
-                shared = [place for place, key in enumerate(keys) if key is None or key[0] == mesh]
-                self.copies.append((self._mesh_groups.over(mesh, axes), shared))
-
-    def settle_(self, total: Tensor, of_parameters: Tensor) -> None:
-        """Make `total` the whole model's, and each parameter's numbers those that all copies take.
-
-        In place. `total`, 0-d, is at least 0 or not finite. There are as many rows
-        `of_parameters`, [p, m], as were covered.
-        """
-        for group, places in self.copies:
-            with _rows(of_parameters, places) as rows:
-                numbers = torch.cat([total[None], rows.flatten()])
-                # Whether MAX keeps a NaN is up to the backend.
-                numbers = numbers.nan_to_num(nan=math.inf, posinf=math.inf)
-                dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-                total.copy_(numbers[0])
-                rows.copy_(numbers[1:].view_as(rows))
-        if self.norm_group is not None:
-            dist.all_reduce(total, group=self.norm_group)
-
-    def add_up(self, numbers: dict[str, list[float]]) -> dict[str, list[float]]:
-        """Return the sums over `norm_group`, name by name; a rank need not have all names."""
-        if self.norm_group is None:
-            return numbers
-        everyone: list[dict[str, list[float]]] = [{}] * dist.get_world_size(self.norm_group)
-        dist.all_gather_object(everyone, numbers, group=self.norm_group)
-
-        def rows(name: str) -> list[list[float]]:
-            return [each[name] for each in everyone if name in each]
-
-        names = dict.fromkeys(name for each in everyone for name in each)
-        return {name: [sum(each) for each in zip(*rows(name))] for name in names}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmars.optim.matrices.exchange import Matrices, OwnerLoads
 from torchmars.optim.matrices.orthogonal import Directions
 from torchmars.optim.matrices.shapes import MatrixShape
-from torchmars.optim.meshes import MeshAxes, MeshGroups, ModelTotals, ShardSum, layout_key
+from torchmars.optim.meshes import MeshAxes, MeshGroups, ModelSums, layout_key
 from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.settings import CUT
 from torchmars.optim.step import Kinds
@@ -30,8 +30,7 @@ class Plans:
         self, mesh_groups: MeshGroups, norm_group: dist.ProcessGroup | None, matrix_dtype: str
     ) -> None:
         self.mesh_groups, self.matrix_dtype = mesh_groups, matrix_dtype
-        self.shard_sum = ShardSum(mesh_groups)
-        self.totals = ModelTotals(mesh_groups, norm_group)
+        self.sums = ModelSums(mesh_groups, norm_group)
         self.parameters: list[Tensor] = []
         """All parameters, in the order of the step's sums."""
         self.matrices: list[Matrices] = []
@@ -50,7 +49,7 @@ class Plans:
 
     def without_groups(self) -> "Plans":
         """Return plans with the same settings and process groups, to which no group was added."""
-        return Plans(self.mesh_groups, self.totals.norm_group, self.matrix_dtype)
+        return Plans(self.mesh_groups, self.sums.norm_group, self.matrix_dtype)
 
     def add(self, group: dict[str, Any]) -> None:
         """Give a group's parameters a place in the sums and its matrices owners.
@@ -68,13 +67,11 @@ class Plans:
                 shapes = [MatrixShape(tuple(each.shape), **cut) for each in some]
                 arguments = some, shapes, Directions.of(group), loads
                 matrices.append(Matrices(*arguments, self.mesh_groups, self.matrix_dtype))
-        for parameter in group["params"]:
-            self.parameters.append(parameter)
-            self.shard_sum.add(parameter)
+        self.parameters += group["params"]
         if self.parameters:
             self.device = local_part(self.parameters[0]).device
             self.conditional = self.device.type != "cpu"
-        self.totals.cover(self.parameters)
+        self.sums.cover(self.parameters)
         self.matrices += matrices
         self.owner_loads = loads
         self.known.append([(each, layout_of(each)) for each in group["params"]])

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.optim.meshes import ModelTotals
+from torchmars.optim.meshes import ModelSums
 from torchmars.optim.step import GroupTelemetry
 
 
 def report(
-    grad_norm: Tensor, skipped: Tensor, groups: Sequence[GroupTelemetry], totals: ModelTotals
+    grad_norm: Tensor, skipped: Tensor, groups: Sequence[GroupTelemetry], model: ModelSums
 ) -> dict[str, float]:
     """Return the result of `MARS.telemetry`. Waits for the device once."""
     total, in_a_row, longest = skipped.unbind()
@@ -23,7 +23,7 @@ def report(
         sums[group.role] = sums[group.role] + of_group if group.role in sums else of_group
     first, *rows = torch.stack([F.pad(of_all, (0, 4)), *sums.values()]).tolist()
     numbers = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), first))
-    for role, row in totals.add_up(dict(zip(sums, rows))).items():
+    for role, row in model.add_up(dict(zip(sums, rows))).items():
         numbers |= {f"{role}/{name}": value for name, value in _numbers(row).items()}
     return numbers
 
