@@ -9,8 +9,7 @@ layout.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,21 +63,6 @@ class Ends(NamedTuple):
     places: Places
 
 
-@dataclass
-class Transfer:
-    """Values that travel, and the buffer they are sent from, which must live until they arrive."""
-
-    values: Tensor
-    work: dist.Work | None = None
-    sent_from: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """Wait until the values have arrived, and return them."""
-        if self.work is not None:
-            self.work.wait()
-        return self.values
-
-
 class Matrices:
     """The matrix parameters of a group that lie alike on one mesh: owners, buckets, and their way.
 
@@ -116,22 +100,45 @@ class Matrices:
         check_same_plan(described, self.place.groups, self.device)
         self.buckets = [rank_bucket(planned, extents, self.place) for planned in plan]
 
-    def compute_here(self, bucket: Bucket, ends: Ends) -> None:
-        """Make the directions of a bucket of matrices where they are: nothing travels."""
+    def step_here(self, bucket: Bucket, ends: Ends) -> None:
+        """Step along the directions of a bucket of matrices where they are: nothing travels."""
         for blocks, directions in self._at_home(bucket, ends):
             self._step_along(blocks, directions.flatten(), ends)
 
-    def send(self, bucket: Bucket, ends: Ends) -> Transfer:
-        """Read this rank's blocks, and send them to the owners of their units; nothing, at home."""
-        packed = self._read(bucket.outgoing.blocks, ends)
-        sizes = bucket.outgoing.elements, bucket.incoming.elements
-        return Transfer(packed) if bucket.home else self._all_to_all(packed, *sizes)
+    def way(self, bucket: Bucket, ends: Ends) -> Iterator[None]:
+        """Go the way of a bucket. It stops twice, while something travels: others work then.
 
-    def compute(self, bucket: Bucket, arrived: Tensor, ends: Ends) -> Transfer:
-        """Make the directions of the units that this rank owns, and send them back."""
+        Blocks are read and sent to the owners of their units, computed there and returned, and
+        written. Matrices at home are sent to other replicas only.
+        """
         if bucket.home:
-            batches = self._at_home(bucket, ends)
-            return Transfer(torch.cat([arrived, *(each.flatten() for _, each in batches)]))
+            yield
+            at_home = [each.flatten() for _, each in self._at_home(bucket, ends)]
+            returned = torch.cat([torch.empty(0, dtype=self.dtype, device=self.device), *at_home])
+            yield
+        else:
+            away, here = bucket.outgoing.elements, bucket.incoming.elements
+            arrived = yield from self._sent(self._read(bucket.outgoing.blocks, ends), away, here)
+            self._compute(bucket, arrived)
+            returned = yield from self._sent(arrived, here, away)
+        self._write(bucket, returned, ends)
+
+    def _sent(
+        self, packed: Tensor, sent: Sequence[int], arriving: Sequence[int]
+    ) -> Generator[None, None, Tensor]:
+        """Send so many elements to each rank of the shard group. Return those that arrive."""
+        group = self.place.shard_group
+        if group is None:
+            yield
+            return packed
+        values = packed.new_empty(sum(arriving))
+        work = dist.all_to_all_single(values, packed, arriving, sent, group=group, async_op=True)
+        yield
+        work.wait()
+        return values
+
+    def _compute(self, bucket: Bucket, arrived: Tensor) -> None:
+        """Make the directions of the units that this rank owns, in place of their blocks."""
         of_units: dict[Units, list[tuple[Block, Tensor]]] = {}
         sizes = [block.numel for block in bucket.incoming.blocks]
         for block, values in zip(bucket.incoming.blocks, arrived.split(sizes)):
@@ -149,9 +156,8 @@ class Matrices:
             for batch in whole.split(max(1, self._at_once() // math.prod(shape))):
                 batch.copy_(self.directions(batch, self._cut[alike[0].parameter], self.dtype))
             torch._foreach_copy_(in_blocks, in_whole)  # each has been read
-        return self._all_to_all(arrived, bucket.incoming.elements, bucket.outgoing.elements)
 
-    def write(self, bucket: Bucket, returned: Tensor, ends: Ends) -> None:
+    def _write(self, bucket: Bucket, returned: Tensor, ends: Ends) -> None:
         """Pass the directions on to the other replicas, and step along this rank's of all."""
         of_replicas = [returned]
         if self.place.replica_group is not None:
@@ -170,10 +176,8 @@ class Matrices:
         for blocks in batches(bucket.by_replica[self.place.replica], self._at_once()):
             units = blocks[0].units
             whole = self._read(blocks, ends).view(-1, *units.shape)
-            yield (
-                blocks,
-                self.directions(whole, self._cut[units.parameter], self.dtype).contiguous(),
-            )
+            directions = self.directions(whole, self._cut[units.parameter], self.dtype)
+            yield blocks, directions.contiguous()
 
     def _at_once(self) -> int:
         """Return how many elements are orthogonalised at once."""
@@ -218,15 +222,6 @@ class Matrices:
                 by_group.setdefault(group, []).append(of_tensor)
         return by_group, without_gradient
 
-    def _all_to_all(self, packed: Tensor, sent: Sequence[int], arriving: Sequence[int]) -> Transfer:
-        """Send so many elements to each rank of the shard group, and let so many arrive."""
-        group = self.place.shard_group
-        if group is None:
-            return Transfer(packed)
-        values = packed.new_empty(sum(arriving))
-        work = dist.all_to_all_single(values, packed, arriving, sent, group=group, async_op=True)
-        return Transfer(values, work, packed)
-
 
 class Exchange:
     """The way of all matrices of a step, bucket by bucket: transfers overlap with work.
@@ -239,37 +234,24 @@ class Exchange:
         self._ends = ends
         every = [(each, bucket) for each in matrices for bucket in each.buckets]
         self._here = [(each, bucket) for each, bucket in every if not bucket.travels]
-        self._away = [(each, bucket) for each, bucket in every if bucket.travels]
-        self._first: Transfer | None = None
+        self._ways = [each.way(bucket, ends) for each, bucket in every if bucket.travels]
 
     def start(self) -> None:
-        """Send the first bucket, and compute the matrices that do not travel."""
-        self._first = self._send(0)
+        """Send the first bucket, and step along the matrices that do not travel."""
+        self._go_on(0)
         for matrices, bucket in self._here:
-            matrices.compute_here(bucket, self._ends)
+            matrices.step_here(bucket, self._ends)
 
     def finish(self) -> None:
-        """Compute and send the other buckets, and write all directions."""
-        arriving, self._first = self._first, None  # its buffers are freed as soon as they are read
-        returning: Transfer | None = None
-        for number, (matrices, bucket) in enumerate(self._away):
-            following = self._send(number + 1)
-            assert arriving is not None
-            computed = matrices.compute(bucket, arriving.wait(), self._ends)
-            self._write(number - 1, returning)
-            arriving, returning = following, computed
-        self._write(len(self._away) - 1, returning)
+        """Send and compute the other buckets, and write all directions."""
+        for number in range(len(self._ways) + 1):
+            self._go_on(number + 1)  # sends
+            self._go_on(number)  # computes
+            self._go_on(number - 1)  # writes
 
-    def _send(self, number: int) -> Transfer | None:
-        if number == len(self._away):
-            return None
-        matrices, bucket = self._away[number]
-        return matrices.send(bucket, self._ends)
-
-    def _write(self, number: int, returning: Transfer | None) -> None:
-        if returning is not None:
-            matrices, bucket = self._away[number]
-            matrices.write(bucket, returning.wait(), self._ends)
+    def _go_on(self, number: int) -> None:
+        if 0 <= number < len(self._ways):
+            next(self._ways[number], None)
 
 
 def batches(blocks: Sequence[Block], elements: int) -> Iterator[list[Block]]:

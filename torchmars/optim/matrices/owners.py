@@ -58,11 +58,14 @@ def plan_buckets(
     FLOPs. It is carried on from bucket to bucket, and updated.
     """
     flops, shards = functools.cache(flops), len(extents[0])
-    units = [units_of(number, shape) for number, shape in enumerate(shapes)]
-    stay = [whole_parts(*each) for each in zip(shapes, extents)]
+    kinds = [units_by_home(*each) for each in zip(shapes, extents)]
     work = [loads.get(rank, 0) for rank in ranks]
     buckets = []
     for home in (True, False):
+        found = [
+            [(place, units._replace(parameter=number)) for place, units in by_home[not home]]
+            for number, by_home in enumerate(kinds)
+        ]
         groups = [range(shard, len(ranks), shards) for shard in range(shards)]
         heaps: list[Heap] = [
             [(work[owner], owner) for owner in group]
@@ -70,8 +73,6 @@ def plan_buckets(
         ]
         for heap in heaps:
             heapq.heapify(heap)
-        # With the place of their owners among the heaps.
-        found = [_parts(each, of_shards, home) for each, of_shards in zip(units, stay)]
         # Matrices at home stay on their shard: a bucket may be as large for each of them.
         limit = BUCKET_ELEMENTS * (shards if home else 1)
         for bucket in _fill(found, shapes, flops, limit, len(ranks)):
@@ -89,48 +90,33 @@ def plan_buckets(
     return buckets
 
 
-class WholePart(NamedTuple):
-    """Units of a parameter that lie whole on one shard."""
-
-    shard: int
-    place: int
-    """Of which `units_of` the parameter they are a part."""
-    first: int
-    length: int
+Placed = list[tuple[int, Units]]  # units with the place of the heap that their owner is taken from
 
 
 @functools.lru_cache  # a model has few kinds of parameters
-def whole_parts(shape: MatrixShape, extents: Extents) -> list[WholePart]:
-    """Return the units that are at home, shard by shard.
+def units_by_home(shape: MatrixShape, extents: Extents) -> tuple[Placed, Placed]:
+    """Return a parameter's units at home, each with its shard, and the others, with place 0.
 
-    Heads are wherever a shard has all of one. Others are if none of them is cut, and all shards
-    have work: each has one, and they are of one shape. Else none of them is.
+    Heads are at home wherever a shard has all of one. Others are if none of them is cut, and all
+    shards have work: each has one, and they are of one shape. Else none of them is.
     """
-    units, found = units_of(0, shape), []
+    units = units_of(0, shape)
+    nowhere: tuple[Placed, Placed] = [], [(0, each) for each in units]
     if not shape.per_head and len(extents) > 1 and len({each.shape for each in units}) > 1:
-        return []
+        return nowhere
+    at_home, home = [], set()
     for shard, extent in enumerate(extents):
-        blocks = [(place, block_of(each, extent)) for place, each in enumerate(units)]
-        own = [(place, block) for place, block in blocks if block]
-        whole = [(place, block) for place, block in own if block.is_whole]
+        own = [block for each in units if (block := block_of(each, extent))]
+        whole = [block for block in own if block.is_whole]
         if not shape.per_head and (not own or len(whole) < len(own)):
-            return []
-        found += [WholePart(shard, place, block.first, block.length) for place, block in whole]
-    return found
-
-
-def _parts(
-    units: Sequence[Units], stay: Sequence[WholePart], home: bool
-) -> list[tuple[int, Units]]:
-    """Return a parameter's units at `home`, each with the number of its shard; or the others."""
-    if home:
-        return [(shard, units[place].part(*run)) for shard, place, *run in stay]
-    at_home = {part.place for part in stay}
-    return [(0, each) for place, each in enumerate(units) if place not in at_home]
+            return nowhere
+        at_home += [(shard, each.units.part(each.first, each.length)) for each in whole]
+        home |= {each.units for each in whole}
+    return at_home, [(0, each) for each in units if each not in home]
 
 
 def _fill(
-    found: Sequence[Sequence[tuple[int, Units]]],
+    found: Sequence[Placed],
     shapes: Sequence[MatrixShape],
     flops: Callable[[int, int], int],
     limit: int,
@@ -138,7 +124,7 @@ def _fill(
 ) -> list[list[int]]:
     """Return the parameters that have units, in buckets of `limit` elements or work for `ranks`.
 
-    `found` are the units of each parameter, as `_parts` returns them.
+    `found` are the units of each parameter.
     """
     numbers = [number for number, parts in enumerate(found) if parts]
     costs = {
@@ -161,11 +147,6 @@ def _deal(units: Units, cost: int, heap: Heap) -> Iterator[tuple[Units, int]]:
 
     The units of an owner follow each other: it has them in one piece.
     """
-    if len(heap) == 1:  # by far the most, in a large mixture of experts
-        (load, owner) = heap[0]
-        heap[0] = load + units.length * cost, owner
-        yield units, owner
-        return
     shares: dict[int, int] = {}
     for _ in range(units.length):
         load, owner = heap[0]
