@@ -14,10 +14,10 @@ from torchmars.optim.tensors import local_part
 MAX_GRAD_NORM = Number("max_grad_norm", "The global clip.", positive=True, optional=True)
 
 
-def check_module(value: Any, name: str) -> None:
-    """Raise `TypeError` unless the argument `name` is a module."""
-    if not isinstance(value, nn.Module):
-        raise TypeError(f"{name} must be a torch.nn.Module, got a {type(value).__name__}")
+def check_module(model: Any) -> None:
+    """Raise `TypeError` unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
 
 
 def check_rule(value: Any, suffix: str = "") -> None:
@@ -51,16 +51,6 @@ def checked_params(params: Any) -> Any:
             f"{type(params).__name__}"
         )
     return params if isinstance(params, Tensor | set) else list(params)
-
-
-def check_exact(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise `ValueError` for exact mode where no rule of `groups` uses a last gradient."""
-    rules = sorted({group["rule"] for group in groups})
-    if not any(RULES[rule].variance_reduced for rule in rules):
-        raise ValueError(
-            f"exact=True has no meaning for {', '.join(rules)}: it corrects none. Remove it, "
-            "or choose a rule of mars-*"
-        )
 
 
 def check_state_dtype(name: str, dtype: Any) -> None:

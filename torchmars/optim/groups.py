@@ -116,7 +116,7 @@ def param_groups(
     Raises `ValueError`, naming the argument, for a value out of range, for a setting without
     meaning and for a pattern that claims no parameter.
     """
-    _check_types(model, by_pattern, factors)
+    check_module(model)
     given = by_role or {}
     table = _table(name, given, settings)
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -128,7 +128,7 @@ def param_groups(
         changed = _changed(table[role], changes, where)
         cut = _cut(parameter_name, named, modules, changed, own, split_fused)
         changed.pop("per_head", None)
-        if factors:
+        if factors is not None:
             changed = factors.of(parameter_name, named[parameter_name], role, changed, cut)
         if isinstance(RULES[changed["rule"]], MatrixRule):
             changed |= cut
@@ -200,18 +200,6 @@ def _warn_of_unclear(
 def _claim(name: str, by_pattern: Sequence[tuple[str, Settings]]) -> tuple[str, Settings]:
     """Return the pattern that claims a parameter, and its settings; without one "" and none."""
     return next((each for each in by_pattern if fnmatchcase(name, each[0])), ("", {}))
-
-
-def _check_types(model: Any, by_pattern: Any, factors: Any) -> None:
-    """Raise `TypeError` for an argument of `param_groups` of another type."""
-    if not isinstance(factors, TransferFactors | None):
-        raise TypeError(f"factors must be of transfer_factors, got a {type(factors).__name__}")
-    check_module(model, "model")
-    if not isinstance(by_pattern, list | tuple) or not all(
-        isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[1], dict)
-        for each in by_pattern
-    ):
-        raise TypeError("by_pattern must be a list of pairs (pattern, dict of settings)")
 
 
 def _changed(group: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:

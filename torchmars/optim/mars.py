@@ -18,7 +18,6 @@ from torch import Tensor
 
 from torchmars.optim.checks import (
     MAX_GRAD_NORM,
-    check_exact,
     check_group,
     check_parameters,
     check_rule,
@@ -41,7 +40,7 @@ from torchmars.optim.plans import Plans, kept_settings
 from torchmars.optim.rules import RULES, group_settings
 from torchmars.optim.settings import CLIP, EPS, FIXED, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
 from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state
-from torchmars.optim.step import GroupTelemetry, State, count_skipped, judged
+from torchmars.optim.step import GroupTelemetry, State, count_skipped
 from torchmars.optim.telemetry import report
 from torchmars.optim.tensors import local_part, unchanged
 
@@ -164,8 +163,6 @@ class MARS(torch.optim.Optimizer):
         self._given = list(settings)  # what else a group has follows from its rule
         by_rule = {key: RULES[rule].defaults[key] for key in ("lr", "betas")}
         super().__init__(given, by_rule | settings)
-        if exact and norm_group is None:  # a part may have no matrices
-            check_exact(self.param_groups)
         self._settle()
         warn_of_embeddings(self.param_groups, given)
 
@@ -269,8 +266,6 @@ class MARS(torch.optim.Optimizer):
         nothing: raises `ValueError`, naming the parameter, the key and the shapes, where something
         does not fit, and has changed nothing then.
         """
-        if not isinstance(state_dict, dict):
-            raise TypeError(f"state_dict must be a dict, got a {type(state_dict).__name__}")
         self._follow()
         found: list[Loaded] = []
 
@@ -312,7 +307,7 @@ class MARS(torch.optim.Optimizer):
         for parameter, h in self.ahead.items():
             if parameter.grad is None:
                 local_part(h).zero_()
-        passes.look_ahead(judged(self.plans.sums.sum_(products), self.max_grad_norm), self.ahead)
+        passes.look_ahead(self.plans.sums.sum_(products), self.max_grad_norm, self.ahead)
         self._looked_ahead = True
 
     @torch.no_grad()

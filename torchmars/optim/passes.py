@@ -189,8 +189,11 @@ class TorchPasses:
                 d = d.where(f.applied, 0)
             x.copy_(wide.mul_(keep).addcmul_(d, lr_of[block.shape], value=-1))
 
-    def look_ahead(self, verdict: Verdict, ahead: Mapping[Tensor, Tensor]) -> None:
+    def look_ahead(
+        self, total: Tensor, max_grad_norm: float | None, ahead: Mapping[Tensor, Tensor]
+    ) -> None:
         """Write each gradient after the global clip to its tensor `ahead`; NaN in a broken step."""
+        verdict = judged(total, max_grad_norm)
         for group in self.groups:
             targets = flat_parts(ahead[each] for each in group.parameters if each in ahead)
             for g, h in zip(group.grads, targets):  # a group keeps them of all, or of none

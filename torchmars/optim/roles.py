@@ -109,29 +109,20 @@ def _role(
         return "embedding"
     if parameter.ndim < 2 or isinstance(owner, _NORMS) or _VECTOR_NAME.fullmatch(last):
         return "vector"
-    named_norm = path and _NORM_NAME.fullmatch(path[-1]) and not isinstance(owner, nn.Linear)
-    if named_norm or _is_depthwise(owner, parameter):
+    if path and _NORM_NAME.fullmatch(path[-1]) and not isinstance(owner, nn.Linear):
         return "vector"
-    if (
-        parameter.ndim == 2
-        and min(parameter.shape) > 1
-        and _chooses_experts(name, parameter, owner, modules)
-    ):
+    if isinstance(owner, _ConvNd) and owner.groups > 1 and parameter.shape[1] == 1:
+        return "vector"  # a filter for each channel
+    is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
+    if is_matrix and _chooses_experts(name, parameter, owner, modules):
         return "router"
     if _EMBEDDING_PARTS & set(last.split("_")) or last == "W_E":
         return "embedding"
     if is_head or last == "W_U":
         return "head"
-    if sum(size > 1 for size in parameter.shape) < 2 and not isinstance(owner, _ConvNd):
-        return "vector"
     if isinstance(owner, _ConvNd):
         return "convolution"
-    return "matrix"
-
-
-def _is_depthwise(owner: nn.Module, parameter: Tensor) -> bool:
-    """Return whether a parameter is the filters of a convolution, one for each channel."""
-    return isinstance(owner, _ConvNd) and owner.groups > 1 and parameter.shape[1] == 1
+    return "matrix" if sum(size > 1 for size in parameter.shape) > 1 else "vector"
 
 
 def _chooses_experts(
@@ -179,7 +170,10 @@ def _heads(model: nn.Module) -> set[str]:
         return heads
     # Wrappers, such as DDP's, have nothing but one child.
     root, path = model, ""
-    while len(children := _children(root)) == 1 and not _has_parameters(root, recurse=False):
+    while not [*root.parameters(recurse=False)]:
+        children = [each for each in root.named_children() if [*each[1].parameters()]]
+        if len(children) != 1:
+            break
         path += f"{children[0][0]}."
         root = children[0][1]
     owner, _, last = matrices[-1].removeprefix(path).rpartition(".")
@@ -191,16 +185,6 @@ def _head_prefixes(name: str) -> Iterator[str]:
     """Yield the paths of the modules around a parameter that are named as a head."""
     parts = name.split(".")[:-1]
     for number, part in enumerate(parts):
-        names = [_HEAD_NAME, _OTHER_HEAD_NAME]
-        if number == len(parts) - 1:
-            names.append(_OTHER_HEAD_LAYER)
-        if any(pattern.fullmatch(part) for pattern in names):
+        layer = number == len(parts) - 1 and _OTHER_HEAD_LAYER.fullmatch(part)
+        if layer or _HEAD_NAME.fullmatch(part) or _OTHER_HEAD_NAME.fullmatch(part):
             yield ".".join(parts[: number + 1])
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, child) for name, child in module.named_children() if _has_parameters(child)]
-
-
-def _has_parameters(module: nn.Module, recurse: bool = True) -> bool:
-    return next(module.parameters(recurse=recurse), None) is not None

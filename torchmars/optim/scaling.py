@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from torchmars.optim.checks import check_module
 from torchmars.optim.fused import WRAPPERS, cut_of, heads_of
 from torchmars.optim.matrices.shapes import MatrixShape
 from torchmars.optim.roles import roles
@@ -178,8 +177,6 @@ def transfer_factors(
 
 def _check(model: nn.Module, base: nn.Module, depth: str, decay: str) -> None:
     """Refuse what `transfer_factors` cannot take, and warn of a base that is larger."""
-    check_module(model, "model")
-    check_module(base, "base")
     Choice("depth", "", names=(*DEPTHS,)).check(depth)
     Choice("decay", "", names=("kept", "coupled")).check(decay)
     if depth != "none" and not _blocks(model)[1]:

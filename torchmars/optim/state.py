@@ -76,10 +76,11 @@ def carried_state(
             fresh = carried[parameter] = new_state(parameter, group)
             if old not in before:
                 continue
-            if parameter.shape != before[old].shape:
+            shape, *_ = before[old]
+            if parameter.shape != shape:
                 raise ValueError(
                     f"{parameter_name(group, number, place)} has shape "
-                    f"{tuple(parameter.shape)} now, and its state {tuple(before[old].shape)}: "
+                    f"{tuple(parameter.shape)} now, and its state {tuple(shape)}: "
                     "it can be replaced by a tensor of its own shape only"
                 )
             for key in fresh.keys() & state[old].keys():

@@ -1,7 +1,7 @@
 """A tensor as one rank's loops see it: local, flat, and laid out in memory like its parameter."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +12,18 @@ from torch.nn import Parameter
 
 from torchmars.optim.matrices.shapes import Interval, intervals
 
-
-class ParameterLayout(NamedTuple):
-    """All that the state of a parameter has in common with it."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    mesh: DeviceMesh | None
-    placements: tuple[Placement, ...]
-
-
+# All that the state of a parameter has in common with it: shape, stride, dtype, device, and where
+# its shards lie.
+Layout = tuple[
+    torch.Size,
+    tuple[int, ...],
+    torch.dtype,
+    torch.device,
+    DeviceMesh | None,
+    tuple[Placement, ...],
+]
 # The parameters of each group, and their layouts.
-Known = list[list[tuple[Tensor, ParameterLayout]]]
+Known = list[list[tuple[Tensor, Layout]]]
 
 _PLAIN = (Tensor, Parameter)
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -126,14 +124,12 @@ def local_gradient(parameter: Tensor) -> Tensor:
     return local if local.stride() == like.stride() else torch.empty_like(like).copy_(local)
 
 
-def layout_of(parameter: Tensor) -> ParameterLayout:
+def layout_of(parameter: Tensor) -> Layout:
     """Return the layout of `parameter`: a step asks for it of each."""
-    mesh: DeviceMesh | None = None
-    placements: tuple[Placement, ...] = ()
+    layout = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
     if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
-    where = parameter.device, mesh, placements
-    return ParameterLayout(parameter.shape, parameter.stride(), parameter.dtype, *where)
+        return *layout, parameter.device_mesh, tuple(parameter.placements)
+    return *layout, None, ()
 
 
 def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:

@@ -198,13 +198,14 @@ class Launches:
         weight = DTYPES[self._groups[kind].parameters[0].dtype]
         self._launch_on(programs.step_along, kind, blocks, weight)
 
-    def look_ahead(self, verdict: Verdict, ahead: Mapping[Tensor, Tensor]) -> None:
-        """See `TorchPasses`. The addresses of `ahead` are in the table."""
+    def look_ahead(
+        self, total: Tensor, max_grad_norm: float | None, ahead: Mapping[Tensor, Tensor]
+    ) -> None:
+        """See `TorchPasses`. The norm to clip to and the addresses of `ahead` are in the table."""
         table = self._table
         for first, pieces, form in table.updates:
             if form.last is not None:
-                norm = verdict.norm
-                arguments = table.rows, self._fresh, table.pieces, norm, self._count, first
+                arguments = table.rows, self._fresh, table.pieces, total, self._count, first
                 launch(programs.look_ahead, pieces, *arguments, form=(form.grad, form.last))
 
     def _launch_on(self, kernel: Any, kind: int, blocks: Sequence[BlockOf], *form: Any) -> None:

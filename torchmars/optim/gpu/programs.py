@@ -196,8 +196,7 @@ def settle(table, fresh, numbers, total, before, after, count):
     `total` is the sum of all <g, g>. Count the steps of each parameter, and the skipped ones: from
     `before` to `after`.
     """
-    norm = tl.sqrt(tl.load(total))
-    scale, applied = _verdict(norm, fresh, count)
+    norm, scale, applied = _verdict(total, fresh, count)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _settle_rows(table, fresh, numbers, count, row, scale, applied)
     if tl.program_id(0) == 0:
@@ -211,14 +210,15 @@ def settle(table, fresh, numbers, total, before, after, count):
 
 
 @triton.jit
-def _verdict(norm, fresh, count):
-    """Return the factor of the global clip, and whether the step is applied."""
+def _verdict(total, fresh, count):
+    """Return the norm, the factor of the global clip, and whether the step is applied."""
+    norm = tl.sqrt(tl.load(total))
     finite = norm < float("inf")
     most = _slot(fresh + count, True)
     scale = tl.where(finite, tl.minimum(most / (norm + 1e-6), 1.0), 1.0)
     # float32 holds the square of what is left; and of the scale it has full digits.
     held = (scale * norm < ROOT_OF_LARGEST) & (scale >= 1.1754943508222875e-38)
-    return scale, finite & held
+    return norm, scale, finite & held
 
 
 @triton.jit
@@ -439,17 +439,17 @@ def step_along(table, fresh, pieces, numbers, packed, count, form: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def look_ahead(table, fresh, pieces, norm, count, first, form: tl.constexpr):
+def look_ahead(table, fresh, pieces, total, count, first, form: tl.constexpr):
     """Write each gradient after the global clip to where exact mode keeps it; NaN if it is broken.
 
-    `norm` is that of all gradients. `form` has the dtypes of a gradient and of what is kept.
+    `total` is as of `settle`. `form` has the dtypes of a gradient and of what is kept.
     """
     grad: tl.constexpr = form[0]
     kept: tl.constexpr = form[1]
     row, start, length = _piece(table, pieces, first + tl.program_id(0), count)
     g_at = _address(fresh + row, start, grad)
     h_at = _address(table + AHEAD * count + row, start, kept)
-    scale, applied = _verdict(tl.load(norm), fresh, count)
+    _, scale, applied = _verdict(total, fresh, count)
     scale = scale.to(tl.float32)
     hinted = _hinted(g_at | h_at, length)
     for part in tl.static_range(2):

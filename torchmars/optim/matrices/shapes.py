@@ -6,6 +6,7 @@ that are runs of whole rows are units of their own from the plan on. Others, col
 take turns, are cut where the matrix lies whole.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -62,7 +63,10 @@ class MatrixShape:
     @property
     def matrix(self) -> tuple[int, int, int]:
         """The whole parameter, as [batch, rows, cols]."""
-        return self.local(self.shape)
+        if self.flattened:
+            return 1, self.shape[0], math.prod(self.shape[1:])
+        *batch, rows, cols = self.shape
+        return math.prod(batch), rows, cols
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -74,13 +78,10 @@ class MatrixShape:
     def parts(self) -> tuple[int, ...]:
         """The rows of each part, or of each of its turns."""
         rows = self.sides[0]
-        if isinstance(self.split, int):
-            return (
-                (rows // self.split,) * self.split
-                if self.split > 0 and rows % self.split == 0
-                else (-1,)
-            )
-        return tuple(self.split)
+        if not isinstance(self.split, int):
+            return tuple(self.split)
+        fits = self.split > 0 and rows % self.split == 0
+        return (rows // self.split,) * self.split if fits else (-1,)
 
     @property
     def is_cut_whole(self) -> bool:
@@ -104,13 +105,6 @@ class MatrixShape:
         return stack, tuple(
             ((top // rows, bottom // rows), (0, rows), cols) for _, (top, bottom), cols in extents
         )
-
-    def local(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Return the shape of a rank's part, `shape`, seen as [batch, rows, cols]."""
-        if self.flattened:
-            return 1, shape[0], math.prod(shape[1:])
-        *batch, rows, cols = shape
-        return math.prod(batch), rows, cols
 
     def extent(
         self, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
@@ -250,11 +244,9 @@ def extents_of_shards(
     shapes: Sequence[MatrixShape], placements: Sequence[Sequence[Placement]], place: MeshPlace
 ) -> list[Extents]:
     """Return each shard's part of each parameter: a model has few kinds of them."""
-    known: dict[tuple[MatrixShape, tuple[Placement, ...]], Extents] = {}
-    for kind in zip(shapes, map(tuple, placements)):
-        if kind not in known:
-            shape, placed = kind
-            known[kind] = tuple(
-                shape.extent(place.mesh_shape, placed, each) for each in place.coordinates
-            )
-    return [known[kind] for kind in zip(shapes, map(tuple, placements))]
+
+    @functools.cache
+    def of(shape: MatrixShape, placed: tuple[Placement, ...]) -> Extents:
+        return tuple(shape.extent(place.mesh_shape, placed, each) for each in place.coordinates)
+
+    return [of(*kind) for kind in zip(shapes, map(tuple, placements))]
