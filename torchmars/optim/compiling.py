@@ -6,21 +6,14 @@ import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 # Local elements of all parameters. A smaller model trains faster than its loops compile.
 MIN_MODEL_TO_COMPILE = 2**22
-
-
-def pays_to_compile(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """Return whether a model of these local tensors trains faster with compiled kernels."""
-    return sum(each.numel() for each in tensors) >= MIN_MODEL_TO_COMPILE and can_compile(device)
 
 
 def can_compile(device: torch.device) -> bool:

@@ -39,20 +39,6 @@ def complete_settings(name: str, **given: Any) -> Settings:
     return settings
 
 
-def role_settings(name: str, **settings: Any) -> dict[str, Settings]:
-    """Return the group settings of each role under optimizer `name`.
-
-    `settings` are given as `complete_settings` takes them.
-    """
-    settings, rule = complete_settings(name, **settings), RULES[name]
-    shared = [each.name for each in rule.settings if each.scope == "both"]
-    main = {"rule": name, "clip": None} | {key: settings[key] for key in shared}
-    main["clip"] = _clip(main["clip"])
-    table = dict.fromkeys(ROLES, main) | rule.settings_by_role(main, settings)
-    table["convolution"] = table["convolution"] | {"flatten": True}
-    return table
-
-
 def _clip(value: Any) -> Any:
     """Return a clip as a group has it: None for 0."""
     return None if isinstance(value, int | float) and not value else value
@@ -77,11 +63,17 @@ def _table(
     name: str, by_role: Mapping[str, dict[str, Any]], settings: Settings
 ) -> dict[str, Settings]:
     """Return the settings of each role under optimizer `name`, changed as `by_role` says."""
-    table = role_settings(name, **settings)
-    for role in by_role:
-        if role not in ROLES:
+    settings, rule = complete_settings(name, **settings), RULES[name]
+    shared = [each.name for each in rule.settings if each.scope == "both"]
+    main = {"rule": name, "clip": None} | {key: settings[key] for key in shared}
+    main["clip"] = _clip(main["clip"])
+    table = dict.fromkeys(ROLES, main) | rule.settings_by_role(main, settings)
+    table["convolution"] = table["convolution"] | {"flatten": True}
+    for role, changes in by_role.items():
+        if role not in table:
             raise ValueError(f"by_role must name roles of {', '.join(ROLES)}, got {role!r}")
-    return table | {role: _changed(table[role], each, role) for role, each in by_role.items()}
+        table[role] = _changed(table[role], changes, role)
+    return table
 
 
 def param_groups(

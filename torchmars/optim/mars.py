@@ -26,10 +26,11 @@ from torchmars.optim.checks import (
     warn_of_no_gradient,
 )
 from torchmars.optim.compiling import (
+    MIN_MODEL_TO_COMPILE,
     announce_compilation,
+    can_compile,
     has_launches,
     is_capturing,
-    pays_to_compile,
 )
 from torchmars.optim.groups import complete_group, warn_of_embeddings
 from torchmars.optim.matrices.agreement import matrix_dtype_name
@@ -39,7 +40,7 @@ from torchmars.optim.passes import TorchPasses
 from torchmars.optim.plans import Plans, kept_settings
 from torchmars.optim.rules import RULES, group_settings
 from torchmars.optim.settings import CLIP, EPS, FIXED, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
-from torchmars.optim.state import Loaded, carried_state, check_loaded, new_state
+from torchmars.optim.state import carried_state, check_loaded, new_state
 from torchmars.optim.step import GroupTelemetry, State, count_skipped
 from torchmars.optim.telemetry import report
 from torchmars.optim.tensors import local_part, unchanged
@@ -52,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 class MARS(torch.optim.Optimizer):
     """Variance-reduced AdamW, Lion, Shampoo and Muon, and the same without the reduction.
-
-    Sources: Yuan et al. (arXiv 2411.10438), Liu et al. (arXiv 2510.21800) for "mars-m".
 
     For each parameter x with gradient g, last gradient h (h = g at the first step) and
     kappa = gamma b1 / (1 - b1):
@@ -73,12 +72,9 @@ class MARS(torch.optim.Optimizer):
     moved to another device or dtype later: their state follows at the next step. FSDP1's flattened
     parameters are refused.
 
-    Creating the optimizer is collective, and creates the state. A step makes one all-reduce for
-    each distinct set of mesh axes that parameters are sharded over, and two all-to-alls for each
-    bucket of matrices that are cut, and with replicas an all-gather for each bucket. Where ranks
-    have copies, one more all-reduce for each mesh, of some numbers, makes `grad_norm` and the
-    verdict on a step the same on all of them. Plain tensors alone communicate nothing. A step never
-    waits for a GPU.
+    Creating the optimizer is collective, and creates the state. `grad_norm` and the verdict on a
+    step are the same on all ranks. Plain tensors alone communicate nothing. A step never waits for
+    a GPU.
 
     A step whose gradients are not all finite, or have a norm above 1.8e19 after the global clip, is
     skipped: it changes nothing (in exact mode the last gradient is still replaced). `telemetry`
@@ -196,12 +192,11 @@ class MARS(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """Choose passes by the device and the size of the parameters."""
-        locals, device = map(local_part, self.plans.parameters), self.plans.device
-        self.compile = (
-            pays_to_compile(locals, device)
-            if self._requested_compile is None
-            else self._requested_compile
-        )
+        requested, device = self._requested_compile, self.plans.device
+        if requested is None:
+            elements = sum(local_part(each).numel() for each in self.plans.parameters)
+            requested = elements >= MIN_MODEL_TO_COMPILE and can_compile(device)
+        self.compile = requested
         self.launcher: Launcher | None = None
         if self._requested_compile is not False and has_launches(device):
             self.launcher = self._new_launcher()
@@ -267,13 +262,11 @@ class MARS(torch.optim.Optimizer):
         does not fit, and has changed nothing then.
         """
         self._follow()
-        found: list[Loaded] = []
+        found: list[Any] = []
 
         def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            found.append(check_loaded(saved, self.param_groups, self._new_state))
-            numbers = (number for group in saved["param_groups"] for number in group["params"])
-            state = dict(zip(numbers, found[0].state.values()))
-            return saved | {"param_groups": found[0].groups, "state": state}
+            groups, *found[:] = check_loaded(saved, self.param_groups, self._new_state)
+            return saved | {"param_groups": groups, "state": {}}
 
         # After the hooks of others, which may change the state.
         checking = self.register_load_state_dict_pre_hook(check)
@@ -281,9 +274,10 @@ class MARS(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             checking.remove()
-        # torch has cast everything to the parameter's dtype.
-        self.state = defaultdict(dict, found[0].state)
-        self.skip_next_correction(found[0].without_last_grad)
+        # Not by torch, which casts everything to the parameter's dtype.
+        state, without_last_grad = found
+        self.state = defaultdict(dict, state)
+        self.skip_next_correction(without_last_grad)
 
     def __getstate__(self) -> dict[str, Any]:
         # All of it: a copy must be able to step. It may be read where there is no Triton.

@@ -1,7 +1,6 @@
 """Each parameter's state: its layout, how it follows its parameter, how a saved one is loaded."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,25 +103,15 @@ def fill(target: Tensor, source: Tensor) -> None:
     local_part(target).copy_(whole)
 
 
-@dataclass
-class Loaded:
-    """A saved state that fits: the optimizer's groups and state after loading it."""
-
-    groups: list[dict[str, Any]]
-    """The saved param_groups. Settings that they lack are as in the optimizer's own."""
-    state: dict[Tensor, State]
-    without_last_grad: list[Tensor]
-    """Parameters whose rule keeps a last gradient, which the saved state has not."""
-
-
 def check_loaded(
     saved: dict[str, Any], groups: Sequence[dict[str, Any]], new_state: NewState
-) -> Loaded:
-    """Return the result of loading `saved`, a `state_dict`, into an optimizer with `groups`.
+) -> tuple[list[dict[str, Any]], dict[Tensor, State], list[Tensor]]:
+    """Return groups and state after loading `saved`, a `state_dict`, into `groups`.
 
-    The state of torch's AdamW, whose groups name no rule, is that of the rule "adamw". It and that
-    rule's fit "mars-adamw" too, which then keeps its own hyperparameters. Raises `ValueError`
-    naming the parameter, the key and the shapes where something does not fit. Changes nothing.
+    And the parameters whose rule keeps a last gradient, which the saved state has not. The state of
+    torch's AdamW, whose groups name no rule, is that of the rule "adamw". It and that rule's fit
+    "mars-adamw" too, which then keeps its own hyperparameters. Raises `ValueError` naming the
+    parameter, the key and the shapes where something does not fit. Changes nothing.
     """
     if not {"state", "param_groups"} <= set(saved):
         raise ValueError(f"state_dict must have 'state' and 'param_groups', got {sorted(saved)}")
@@ -131,7 +120,9 @@ def check_loaded(
         raise ValueError(
             f"state_dict has {len(saved_groups)} parameter groups, this optimizer {len(groups)}"
         )
-    loaded = Loaded([], {}, [])
+    merged: list[dict[str, Any]] = []
+    state: dict[Tensor, State] = {}
+    without_last_grad = []
     for number, (theirs, ours) in enumerate(zip(saved_groups, groups)):
         counts = len(theirs["params"]), len(ours["params"])
         if counts[0] != counts[1]:
@@ -139,17 +130,17 @@ def check_loaded(
                 f"group {number} has {counts[0]} parameters in the state_dict, {counts[1]} in this "
                 "optimizer"
             )
-        loaded.groups.append(_merged(theirs, ours, number))
+        merged.append(_merged(theirs, ours, number))
         for place, (key, parameter) in enumerate(zip(theirs["params"], ours["params"])):
-            fresh = loaded.state[parameter] = new_state(parameter, ours)
+            fresh = state[parameter] = new_state(parameter, ours)
             entries = saved["state"].get(key, {})
             # torch's AdamW has no state for parameters without a gradient so far.
             if entries or "rule" in theirs:
                 name = parameter_name(ours, number, place)
                 _fill_checked(fresh, entries, theirs, ours["rule"], name)
                 if fresh.keys() - entries.keys():
-                    loaded.without_last_grad.append(parameter)
-    return loaded
+                    without_last_grad.append(parameter)
+    return merged, state, without_last_grad
 
 
 def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[str, Any]:
