@@ -41,8 +41,7 @@ from torchmars.optim.plans import Plans, kept_settings
 from torchmars.optim.rules import RULES, group_settings
 from torchmars.optim.settings import CLIP, EPS, FIXED, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
 from torchmars.optim.state import carried_state, check_loaded, new_state
-from torchmars.optim.step import GroupTelemetry, State, count_skipped
-from torchmars.optim.telemetry import report
+from torchmars.optim.step import GroupTelemetry, State, count_skipped, report
 from torchmars.optim.tensors import local_part, unchanged
 
 if TYPE_CHECKING:

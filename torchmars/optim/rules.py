@@ -346,7 +346,10 @@ class Muon(MatrixRule):
         return 0.2 * max(rows, cols) ** 0.5  # a step is as large as AdamW's
 
     def settings_by_role(self, main: Settings, settings: Settings) -> dict[str, Settings]:
-        return adamw_but_for_matrices(settings)
+        rest = settings.get("lr_rest")
+        lr = settings["lr"] if rest is None else rest
+        adamw = adamw_settings(settings, lr, settings["weight_decay"])
+        return dict.fromkeys(("embedding", "head", "vector"), adamw)
 
 
 class MarsM(MarsMomentum, Muon):
@@ -388,9 +391,7 @@ def mars_settings_by_role(outer: Settings, settings: Settings) -> dict[str, Sett
 
     Embeddings have no weight decay. Vectors take AdamW, or with `optimize_1d` what heads take.
     """
-    vector = adamw_settings(
-        settings, settings["lr_1d"], settings["betas_1d"], settings["weight_decay_1d"]
-    )
+    vector = adamw_settings(settings, settings["lr_1d"], settings["weight_decay_1d"])
     return {
         "embedding": outer | {"weight_decay": 0.0},
         "head": outer,
@@ -398,25 +399,10 @@ def mars_settings_by_role(outer: Settings, settings: Settings) -> dict[str, Sett
     }
 
 
-def adamw_but_for_matrices(settings: Settings) -> dict[str, Settings]:
-    """Return the settings of embeddings, heads and vectors, which take AdamW at `lr_rest`."""
-    rest = settings.get("lr_rest")
-    lr = settings["lr"] if rest is None else rest
-    adamw = adamw_settings(settings, lr, settings["betas_1d"], settings["weight_decay"])
-    return dict.fromkeys(("embedding", "head", "vector"), adamw)
-
-
-def adamw_settings(
-    settings: Settings, lr: float, betas: Sequence[float], weight_decay: float
-) -> Settings:
+def adamw_settings(settings: Settings, lr: float, weight_decay: float) -> Settings:
     """Return a group's settings under plain AdamW; the others are the optimizer's `settings`."""
-    return {
-        "rule": "adamw",
-        "lr": lr,
-        "betas": betas,
-        "eps": settings["eps"],
-        "weight_decay": weight_decay,
-    }
+    others = {"betas": settings["betas_1d"], "eps": settings["eps"]}
+    return {"rule": "adamw", "lr": lr, "weight_decay": weight_decay} | others
 
 
 RULES: dict[str, Rule] = {

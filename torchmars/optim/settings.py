@@ -42,12 +42,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Number(Setting):
-    """A number of at least 0."""
+    """A number of at least 0; a `positive` one is more than 0, an `optional` one may be None."""
 
     positive: bool = False
-    """It must be more than 0."""
     optional: bool = False
-    """It may be None."""
 
     def judge(self, value: Any) -> tuple[bool, str]:
         if value is None and self.optional:
@@ -71,10 +69,9 @@ class Betas(Setting):
 
 @dataclass(frozen=True)
 class Flag(Setting):
-    """Yes or no."""
+    """Yes or no; an `automatic` one may be "auto", too."""
 
     automatic: bool = False
-    """It may be "auto", too."""
 
     def judge(self, value: Any) -> tuple[bool, str]:
         if self.automatic:

@@ -1,5 +1,6 @@
 """The tensors of one step, and what follows from the sums over all gradients."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchmars.optim.matrices.shapes import is_stack
+from torchmars.optim.meshes import ModelSums
 from torchmars.optim.rules import RULES, Factors, Rule
 from torchmars.optim.settings import Settings
 from torchmars.optim.tensors import flat_parts, local_gradient
@@ -60,18 +62,16 @@ class GroupTensors:
 
     def factors(self, verdict: "Verdict", columns: Sequence[Tensor], keeps: bool) -> Factors:
         """Return the factors of an update. `columns` are those [n] of the tensors."""
-        own = [self.settings[each.name] for each in self.rule.own]
+
         # On the CPU, also for parameters on a GPU: kernels take them as arguments, so nothing is
         # copied or waited for.
-        scalars = [torch.as_tensor(each, dtype=self.dtype) for each in (*self.numbers, *own)]
-        wide = [each if each.dtype == torch.bool else each.to(self.dtype) for each in columns]
-        return Factors._make(
-            [
-                *(verdict.applied, verdict.scale.to(self.dtype), *scalars[: len(self.numbers)]),
-                dict(zip((each.name for each in self.rule.own), scalars[len(self.numbers) :])),
-                *(self.corrects, keeps, self.stacks, *wide),
-            ]
-        )
+        def number(value: Any) -> Tensor:
+            return torch.as_tensor(value, dtype=self.dtype)
+
+        own = {each.name: number(self.settings[each.name]) for each in self.rule.own}
+        wide = (each if each.dtype == torch.bool else each.to(self.dtype) for each in columns)
+        shared = verdict.applied, verdict.scale.to(self.dtype), *map(number, self.numbers)
+        return Factors._make([*shared, own, self.corrects, keeps, self.stacks, *wide])
 
 
 class Kinds:
@@ -218,3 +218,50 @@ def count_skipped(skipped: Tensor, applied: Tensor) -> Tensor:
     total, row, longest = skipped.unbind()
     row = (row + 1) * ~applied
     return torch.stack([total + ~applied, row, torch.maximum(longest, row)])
+
+
+def report(
+    grad_norm: Tensor, skipped: Tensor, groups: Sequence[GroupTelemetry], model: ModelSums
+) -> dict[str, float]:
+    """Return the result of `MARS.telemetry`. Waits for the device once."""
+    total, in_a_row, longest = skipped.unbind()
+    of_all = torch.stack([grad_norm, total.double(), longest.double()])
+    sums: dict[str, Tensor] = {}
+    for group in groups:
+        of_group = _sums(group)
+        sums[group.role] = sums[group.role] + of_group if group.role in sums else of_group
+    first, *rows = torch.stack([F.pad(of_all, (0, 4)), *sums.values()]).tolist()
+    numbers = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), first))
+    for role, row in model.add_up(dict(zip(sums, rows))).items():
+        numbers |= {f"{role}/{name}": value for name, value in _numbers(row).items()}
+    return numbers
+
+
+def _sums(group: GroupTelemetry) -> Tensor:
+    """Return the sums of a group's tensors, [7] in float64.
+
+    They are <g, g>; and of tensors with a last gradient s^2 <g, g>, s <g, h>, <h, h>,
+    ||c - s g||^2, how many are clipped, and how many there are. s is the factor of the global
+    clip, c the corrected gradient before its own clip.
+    """
+    rows = slice(None) if group.rows is None else group.rows
+    scale, (gg, gh, hh) = group.scale, group.products[rows].unbind(-1)
+    if not group.corrects:
+        return F.pad(gg.sum()[None], (0, 6))
+    kappa, clip = group.kappa[rows], group.clip[rows]
+    differences = (scale**2 * gg - 2 * scale * gh + hh).clamp(min=0.0)
+    sums = [gg.sum(), scale**2 * gg.sum(), scale * gh.sum(), hh.sum()]
+    sums += [(kappa**2 * differences).sum(), (clip < 1).double().sum()]
+    return torch.stack([*sums, torch.full_like(scale, len(clip))])
+
+
+def _numbers(sums: list[float]) -> dict[str, float]:
+    """Return the numbers of a role from its `_sums`."""
+    gg, kept, gh, hh, correction, clipped, tensors = sums
+    numbers = {"grad_norm": math.sqrt(gg)}
+    if tensors:
+        numbers["clipped"] = clipped / tensors
+        # The first step has no last gradient, and reports 0.
+        numbers["correction"] = math.sqrt(correction / kept) if kept else 0.0
+        numbers["cosine"] = gh / math.sqrt(kept * hh) if kept * hh else 0.0
+    return numbers

@@ -126,7 +126,7 @@ class Launcher:
 
 
 class Launches:
-    """The passes of one step by Triton: those of `passes.TorchPasses`.
+    """The passes of one step by Triton: `passes.TorchPasses` says what each of them does.
 
     Some of the `gradients` are made for it. They live until the last launch.
     """
@@ -148,7 +148,6 @@ class Launches:
         self._numbers = torch.empty(length, dtype=torch.float64, device=self.device)
 
     def products(self, with_last: bool = True) -> Tensor:
-        """See `TorchPasses`."""
         table, count = self._table, self._count
         partial = torch.empty(len(table.pieces), 3, dtype=torch.float64, device=self.device)
         for first, pieces, (g, h) in table.sums:
@@ -161,7 +160,6 @@ class Launches:
     def settle(
         self, total: Tensor, products: Tensor, max_grad_norm: float | None, skipped: Tensor
     ) -> tuple[Verdict, Tensor, list[GroupTelemetry]]:
-        """See `TorchPasses`. `products` are those returned, in place."""
         numbers, count, after = self._numbers, self._count, torch.empty_like(skipped)
         blocks = -(-max(1, count) // programs.ROWS.value)
         arguments = self._table.rows, self._fresh, numbers, total, skipped, after, count
@@ -178,7 +176,6 @@ class Launches:
         return Verdict(norm, scale, applied), after, telemetry
 
     def update(self, matrices: bool) -> None:
-        """See `TorchPasses`."""
         table = self._table
         for first, pieces, form in table.updates:
             if (form.weight is None) == matrices:
@@ -188,20 +185,18 @@ class Launches:
         increment_version([each for group in self._groups for each in group.parameters])
 
     def pack(self, kind: int, blocks: Sequence[BlockOf]) -> None:
-        """See `TorchPasses`."""
         form = self._table.forms[kind]
         grad = form.grad if form.last is None else None
         self._launch_on(programs.pack, kind, blocks, form.rule, form.one, grad)
 
     def step_along(self, kind: int, blocks: Sequence[BlockOf]) -> None:
-        """See `TorchPasses`."""
         weight = DTYPES[self._groups[kind].parameters[0].dtype]
         self._launch_on(programs.step_along, kind, blocks, weight)
 
     def look_ahead(
         self, total: Tensor, max_grad_norm: float | None, ahead: Mapping[Tensor, Tensor]
     ) -> None:
-        """See `TorchPasses`. The norm to clip to and the addresses of `ahead` are in the table."""
+        # The norm to clip to and the addresses of `ahead` are in the table.
         table = self._table
         for first, pieces, form in table.updates:
             if form.last is not None:

@@ -197,8 +197,6 @@ def settle(table, fresh, numbers, total, before, after, count):
     `before` to `after`.
     """
     norm, scale, applied = _verdict(total, fresh, count)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    _settle_rows(table, fresh, numbers, count, row, scale, applied)
     if tl.program_id(0) == 0:
         tl.store(numbers + NORM, norm)
         tl.store(numbers + SCALE, scale)
@@ -208,21 +206,7 @@ def settle(table, fresh, numbers, total, before, after, count):
         tl.store(after + 1, in_a_row)
         tl.store(after + 2, tl.maximum(tl.load(before + 2), in_a_row))
 
-
-@triton.jit
-def _verdict(total, fresh, count):
-    """Return the norm, the factor of the global clip, and whether the step is applied."""
-    norm = tl.sqrt(tl.load(total))
-    finite = norm < float("inf")
-    most = _slot(fresh + count, True)
-    scale = tl.where(finite, tl.minimum(most / (norm + 1e-6), 1.0), 1.0)
-    # float32 holds the square of what is left; and of the scale it has full digits.
-    held = (scale * norm < ROOT_OF_LARGEST) & (scale >= 1.1754943508222875e-38)
-    return norm, scale, finite & held
-
-
-@triton.jit
-def _settle_rows(table, fresh, numbers, count, row, scale, applied):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < count
     group = tl.load(table + GROUP * count + row, mask=mask, other=0)
     settings = fresh + count + group * SLOTS  # without a gradient, those of no group
@@ -255,6 +239,18 @@ def _settle_rows(table, fresh, numbers, count, row, scale, applied):
     of_beta2 = tl.exp((made + 1) * _slot(settings + LOG2, mask))
     tl.store(to + UNBIAS1, 1 / (1 - of_beta1), mask=mask)
     tl.store(to + UNBIAS2, 1 / (1 - of_beta2), mask=mask)
+
+
+@triton.jit
+def _verdict(total, fresh, count):
+    """Return the norm, the factor of the global clip, and whether the step is applied."""
+    norm = tl.sqrt(tl.load(total))
+    finite = norm < float("inf")
+    most = _slot(fresh + count, True)
+    scale = tl.where(finite, tl.minimum(most / (norm + 1e-6), 1.0), 1.0)
+    # float32 holds the square of what is left; and of the scale it has full digits.
+    held = (scale * norm < ROOT_OF_LARGEST) & (scale >= 1.1754943508222875e-38)
+    return norm, scale, finite & held
 
 
 @triton.jit
