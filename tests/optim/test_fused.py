@@ -8,8 +8,7 @@ from torch import nn
 
 from tests.support.full import FULL
 from torchmars.optim import MARS, param_groups
-from torchmars.optim.fused import cut_of
-from torchmars.optim.roles import roles
+from torchmars.optim.roles import cut_of, roles
 
 CUT = ("flatten", "split", "transposed", "zero_mean")
 

@@ -12,8 +12,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchmars.optim.checks import check_group, check_module, check_rule, checked_params
-from torchmars.optim.fused import cut_of, heads_of, softmax_router
-from torchmars.optim.roles import ROLES, looks_like, roles, sized_as_tokens
+from torchmars.optim.roles import (
+    ROLES,
+    cut_of,
+    heads_of,
+    looks_like,
+    roles,
+    sized_as_tokens,
+    softmax_router,
+)
 from torchmars.optim.rules import RULES, MatrixRule, group_settings
 from torchmars.optim.scaling import TransferFactors
 from torchmars.optim.settings import CUT, Settings, shown
@@ -103,7 +110,7 @@ def param_groups(
             matrices in one: `qkv`, `gate_up_proj`, gates of recurrent layers, groups of
             convolutions. Other fused weights need a `split` in `by_pattern`. False: all stay whole.
         factors: the result of `transfer_factors`, whose base all settings are then for.
-        settings: replace the defaults of optimizer `name`. For `per_head` see `fused.heads_of`.
+        settings: replace the defaults of optimizer `name`. For `per_head` see `roles.heads_of`.
 
     Raises `ValueError`, naming the argument, for a value out of range, for a setting without
     meaning and for a pattern that claims no parameter.

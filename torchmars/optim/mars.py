@@ -39,9 +39,9 @@ from torchmars.optim.meshes import MeshGroups
 from torchmars.optim.passes import TorchPasses
 from torchmars.optim.plans import Plans, kept_settings
 from torchmars.optim.rules import RULES, group_settings
-from torchmars.optim.settings import CLIP, EPS, FIXED, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT
+from torchmars.optim.settings import CLIP, EPS, FIXED, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT, shown
 from torchmars.optim.state import carried_state, check_loaded, new_state
-from torchmars.optim.step import GroupTelemetry, State, count_skipped, report
+from torchmars.optim.step import GroupTelemetry, count_skipped, report
 from torchmars.optim.tensors import local_part, unchanged
 
 if TYPE_CHECKING:
@@ -182,12 +182,12 @@ class MARS(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self.state.update(state)
-        self._make_room(state)
+        self._make_room()
 
-    def _make_room(self, state: dict[Tensor, State]) -> None:
-        if self.exact:
-            last = {each: of["last_grad"] for each, of in state.items() if "last_grad" in of}
-            self.ahead |= {each: torch.zeros_like(h) for each, h in last.items()}
+    def _make_room(self) -> None:
+        for parameter, state in self.state.items():
+            if self.exact and "last_grad" in state and parameter not in self.ahead:
+                self.ahead[parameter] = torch.zeros_like(state["last_grad"])
 
     def _settle(self) -> None:
         """Choose passes by the device and the size of the parameters."""
@@ -216,11 +216,10 @@ class MARS(torch.optim.Optimizer):
             found: Launcher = module.Launcher(self.plans, self.exact)
             found.try_one()
         except Exception as error:  # whatever an installation raises that lacks something
-            line = " ".join(str(error).split())[:200]
             logger.warning(
                 "the optimizer's kernels cannot be compiled by Triton here, and steps take longer: "
-                f"{type(error).__name__}: {line}; set TRITON_CACHE_DIR to a folder that can be "
-                "written, or compile=False, in a config training.compile = false"
+                f"{type(error).__name__}: {shown(error)}; set TRITON_CACHE_DIR to a folder that "
+                "can be written, or compile=False, in a config training.compile = false"
             )
             return None
         return found
@@ -244,7 +243,7 @@ class MARS(torch.optim.Optimizer):
             plans.add(group)
         self.plans, self.state, self.ahead = plans, defaultdict(dict, state), {}
         self._telemetry = []  # of parameters that may be gone
-        self._make_room(state)
+        self._make_room()
         self._settle()
 
     def state_dict(self) -> dict[str, Any]:

@@ -78,17 +78,14 @@ class MeshPlace:
 
     @property
     def shards(self) -> int:
-        """How many ranks share a replica."""
         return len(self.coordinates)
 
     @property
     def replicas(self) -> int:
-        """How many replicas there are."""
         return len(self.ranks) // self.shards
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of shards and replicas, where there are more ranks than this one."""
         return [group for group in (self.shard_group, self.replica_group) if group is not None]
 
 

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from torchmars.optim.fused import WRAPPERS, cut_of, heads_of
 from torchmars.optim.matrices.shapes import MatrixShape
-from torchmars.optim.roles import roles
+from torchmars.optim.roles import WRAPPERS, cut_of, heads_of, roles
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import CUT, Choice, Settings
 
@@ -34,9 +33,9 @@ class Parameter(NamedTuple):
     role: str
     shape: tuple[int, ...]
     cut: Settings
-    """How it is cut into matrices: see `fused.cut_of`."""
+    """How it is cut into matrices: see `roles.cut_of`."""
     heads: Settings
-    """How it is cut into heads: see `fused.heads_of`."""
+    """How it is cut into heads: see `roles.heads_of`."""
 
 
 class Twin(NamedTuple):
@@ -46,8 +45,6 @@ class Twin(NamedTuple):
     name: str
     """The counterpart's."""
     base: Parameter
-    in_block: bool
-    """Whether it belongs to a block."""
 
     @property
     def width(self) -> float:
@@ -81,6 +78,8 @@ class TransferFactors:
     """The factor of the standard deviation of each parameter's initial values, by name."""
     twins: dict[str, Twin]
     """The parameters, by name."""
+    blocks: str
+    """What the names of all blocks' parameters begin with."""
     layers: float
     """How many times as many blocks as in the base there are."""
     depth: float
@@ -92,7 +91,7 @@ class TransferFactors:
     ) -> Settings:
         """Return a group's `settings`, which are those of the base, for a parameter of `role`.
 
-        `cut` says of it what the settings do not: see `fused.cut_of`. Raises `ValueError`.
+        `cut` says of it what the settings do not: see `roles.cut_of`. Raises `ValueError`.
         """
         twin, rule = self.twins.get(plain(name)), RULES[settings["rule"]]
         if twin is None or twin.own.shape != tuple(parameter.shape):
@@ -106,7 +105,7 @@ class TransferFactors:
             lr = min(rule.lr_factor(*each) for each in pieces)
             (_, inputs), (_, of_base) = pieces[0]
             eps = of_base / inputs
-        if self.depth and twin.in_block:
+        if self.depth and plain(name).startswith(self.blocks):
             lr *= self.layers ** (self.depth - 1)
             eps *= self.layers**-self.depth
         factors = {"lr": lr}
@@ -152,7 +151,7 @@ def transfer_factors(
     blocks, count = _blocks(model)
     layers = max(count, 1) / max(_blocks(base)[1], 1)
     ours, theirs = _parameters(model), _parameters(base)
-    twins = {name: _twin(name, own, theirs, name.startswith(blocks)) for name, own in ours.items()}
+    twins = {name: _twin(name, own, theirs) for name, own in ours.items()}
     std = {}
     for name, twin in twins.items():
         if twin.own.role in MATRICES:
@@ -172,7 +171,7 @@ def transfer_factors(
                 f"{type(model).__name__} does not say that it applies the multiplier {name!r}, "
                 f"here {value:g}: let it, and name it in its attribute multipliers"
             )
-    return TransferFactors(multipliers, std, twins, layers, DEPTHS[depth], decay)
+    return TransferFactors(multipliers, std, twins, blocks, layers, DEPTHS[depth], decay)
 
 
 def _check(model: nn.Module, base: nn.Module, depth: str, decay: str) -> None:
@@ -211,7 +210,7 @@ def _parameters(model: nn.Module) -> dict[str, Parameter]:
     return found
 
 
-def _twin(name: str, own: Parameter, theirs: Mapping[str, Parameter], in_block: bool) -> Twin:
+def _twin(name: str, own: Parameter, theirs: Mapping[str, Parameter]) -> Twin:
     """Return a parameter with its counterpart among those of the base. Raises `ValueError`."""
     pattern = NUMBER.sub("*", name)
     alike = (each for each in theirs if NUMBER.sub("*", each) == pattern)
@@ -221,7 +220,7 @@ def _twin(name: str, own: Parameter, theirs: Mapping[str, Parameter], in_block: 
     if len(own.shape) != len(theirs[other].shape):
         dims = len(own.shape), len(theirs[other].shape)
         raise ValueError(f"{name} has {dims[0]} dims, but {dims[1]} in the base")
-    return Twin(own, other, theirs[other], in_block)
+    return Twin(own, other, theirs[other])
 
 
 def _sides(shape: tuple[int, ...], cut: Settings) -> list[tuple[int, int]]:

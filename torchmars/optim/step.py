@@ -1,7 +1,7 @@
 """The tensors of one step, and what follows from the sums over all gradients."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,11 +102,21 @@ class Kinds:
             for parameter in group["params"]
         ]
         if dtypes != self._dtypes:
-            self._dtypes, self.sorted = dtypes, list(_by_kind(param_groups, state))
+            kinds: dict[Any, list[Tensor]] = {}
+            for number, settings in enumerate(param_groups):
+                for each in settings["params"]:
+                    if each.grad is not None:
+                        of_group = number, is_stack(each.shape, settings["flatten"])
+                        kind = *of_group, each.dtype, each.grad.dtype, *state[each]
+                        kinds.setdefault(kind, []).append(each)
+            # Neighbours of one length share a compiled call.
+            alike = [sorted(some, key=lambda each: each.shape) for some in kinds.values()]
+            self._dtypes = dtypes
+            self.sorted = [(*kind[:2], some) for kind, some in zip(kinds, alike)]
             self.places = {
-                parameter: (kind, number)
-                for kind, (*_, parameters) in enumerate(self.sorted)
-                for number, parameter in enumerate(parameters)
+                each: (kind, number)
+                for kind, some in enumerate(alike)
+                for number, each in enumerate(some)
             }
         groups = [
             GroupTensors(param_groups[number], some, [state[each] for each in some], stacks)
@@ -120,22 +130,6 @@ class Kinds:
                     "no last gradient was kept"
                 )
         return groups
-
-
-def _by_kind(
-    param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, State]
-) -> Iterator[tuple[int, bool, list[Tensor]]]:
-    """Yield the parameters of each kind, with the number of their group, and whether they stack."""
-    for number, group in enumerate(param_groups):
-        kinds: dict[Any, list[Tensor]] = {}
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                stacks = is_stack(parameter.shape, group["flatten"])
-                kind = stacks, parameter.dtype, parameter.grad.dtype, *state[parameter]
-                kinds.setdefault(kind, []).append(parameter)
-        for (stacks, *_), parameters in kinds.items():
-            # Neighbours of one length share a compiled call.
-            yield number, stacks, sorted(parameters, key=lambda parameter: parameter.shape)
 
 
 class GroupTelemetry(NamedTuple):

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from torchmars.optim.compiling import is_capturing
 from torchmars.optim.gpu import programs
-from torchmars.optim.gpu.table import DTYPES, AddressTable
+from torchmars.optim.gpu.table import DTYPES, AddressTable, Launch
 from torchmars.optim.matrices.exchange import BlockOf
 from torchmars.optim.plans import Plans
 from torchmars.optim.rules import MatrixRule
@@ -152,8 +152,7 @@ class Launches:
         partial = torch.empty(len(table.pieces), 3, dtype=torch.float64, device=self.device)
         for first, pieces, (g, h) in table.sums:
             form = g, h if with_last else None, self._in_float64
-            arguments = table.rows, self._fresh, table.pieces, partial, count, first
-            launch(programs.inner_products, pieces, *arguments, form=form)
+            self._launch(programs.inner_products, Launch(first, pieces, form), partial)
         launch(programs.sum_pieces, count, table.rows, partial, self._numbers, count)
         return self._numbers[programs.HEADER.value :][: 3 * count].view(count, 3)
 
@@ -176,11 +175,9 @@ class Launches:
         return Verdict(norm, scale, applied), after, telemetry
 
     def update(self, matrices: bool) -> None:
-        table = self._table
-        for first, pieces, form in table.updates:
-            if (form.weight is None) == matrices:
-                arguments = table.rows, self._fresh, table.pieces, self._numbers, self._count, first
-                launch(programs.update, pieces, *arguments, form=tuple(form))
+        for some in self._table.updates:
+            if (some.form.weight is None) == matrices:
+                self._launch(programs.update, some, self._numbers)
         # Autograd does not see these writes.
         increment_version([each for group in self._groups for each in group.parameters])
 
@@ -197,11 +194,16 @@ class Launches:
         self, total: Tensor, max_grad_norm: float | None, ahead: Mapping[Tensor, Tensor]
     ) -> None:
         # The norm to clip to and the addresses of `ahead` are in the table.
-        table = self._table
-        for first, pieces, form in table.updates:
+        for first, pieces, form in self._table.updates:
             if form.last is not None:
-                arguments = table.rows, self._fresh, table.pieces, total, self._count, first
-                launch(programs.look_ahead, pieces, *arguments, form=(form.grad, form.last))
+                of = Launch(first, pieces, (form.grad, form.last))
+                self._launch(programs.look_ahead, of, total)
+
+    def _launch(self, kernel: Any, some: Launch, numbers: Tensor) -> None:
+        """Launch on the pieces of tensors."""
+        table, (first, pieces, form) = self._table, some
+        arguments = table.rows, self._fresh, table.pieces, numbers, self._count, first
+        launch(kernel, pieces, *arguments, form=tuple(form))
 
     def _launch_on(self, kernel: Any, kind: int, blocks: Sequence[BlockOf], *form: Any) -> None:
         """Launch on blocks. Their pieces are sent once: blocks of a table come again."""

@@ -27,21 +27,18 @@ PROGRAMS: dict[type[Rule], str] = {
 
 
 class Form(NamedTuple):
-    """What is constant in a launch of `programs.update`: a rule, and dtypes."""
+    """What is constant in a launch of `programs.update`: a rule of `PROGRAMS`, and dtypes.
+
+    Weights of matrix rules are not updated there. Others have no last gradient, or second moment.
+    """
 
     rule: str
-    """One of `PROGRAMS`."""
     weight: tl.dtype | None
-    """None: weights are not updated here, as those of matrix rules."""
     grad: tl.dtype
     last: tl.dtype | None
-    """None: no last gradient is kept."""
-    one: tl.dtype
-    """Of the first buffer."""
-    two: tl.dtype | None
-    """Of the second moment, if there is one."""
-    keeps: bool
-    """Whether the gradient becomes the last one."""
+    one: tl.dtype  # of the first buffer
+    two: tl.dtype | None  # of the second moment
+    keeps: bool  # whether the gradient becomes the last one
 
     @staticmethod
     def of(group: GroupTensors, exact: bool) -> "Form":

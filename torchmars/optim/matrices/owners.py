@@ -10,7 +10,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -224,11 +224,8 @@ def rank_bucket(planned: PlannedBucket, extents: Sequence[Extents], place: MeshP
     )
 
 
-def _packing(by_rank: dict[int, list[Block]], ranks: Sequence[int]) -> Packing:
+def _packing(by_rank: Mapping[int, list[Block]], ranks: Sequence[int]) -> Packing:
     """Return the blocks for, or from, these ranks."""
-    packing = Packing([], [0] * len(ranks))
-    for place, rank in enumerate(ranks):
-        blocks = by_rank.get(rank, ())
-        packing.blocks.extend(blocks)
-        packing.elements[place] = sum(block.numel for block in blocks)
-    return packing
+    blocks = [by_rank.get(rank, []) for rank in ranks]
+    elements = [sum(block.numel for block in each) for each in blocks]
+    return Packing([*itertools.chain(*blocks)], elements)
