@@ -66,14 +66,18 @@ def test_the_momentum_of_a_softmax_router_has_no_direction_but_its_own(method, d
     given = RULES["mars-m"].defaults | {"rule": "mars-m", "orthogonalize": method}
     settings = given | {"equilibrate": equilibrate, "zero_mean": True}
     moved = exact.to(dtype)[None]
-    found = Directions.of(settings).orthogonalized(moved, dtype)[0].double()
+    found = (
+        Directions(*map(settings.get, Directions._fields)).orthogonalized(moved, dtype)[0].double()
+    )
     lengths = exact.norm(dim=1, keepdim=True)
     null = torch.nn.functional.normalize(lengths if equilibrate else torch.ones(16, 1), dim=0)
     assert (null.mT.double() @ found).norm() < 0.01
     near = orthogonalized(exact / lengths if equilibrate else exact, method)
     assert (found - near).norm() < (0.3 if dtype == torch.bfloat16 else 1e-3)
     if dtype == torch.bfloat16 and not equilibrate:  # the fault
-        usual = Directions.of(given).orthogonalized(moved, dtype)[0].double()
+        usual = (
+            Directions(*map(given.get, Directions._fields)).orthogonalized(moved, dtype)[0].double()
+        )
         assert (null.mT.double() @ usual).norm() > (0.05 if method == "cubic5" else 0.1)
 
 

@@ -34,7 +34,7 @@ from torchmars.optim.compiling import (
 )
 from torchmars.optim.groups import complete_group, warn_of_embeddings
 from torchmars.optim.matrices.agreement import matrix_dtype_name
-from torchmars.optim.matrices.exchange import Ends, Exchange
+from torchmars.optim.matrices.exchange import Ends, exchange
 from torchmars.optim.meshes import MeshGroups
 from torchmars.optim.passes import TorchPasses
 from torchmars.optim.plans import Plans, kept_settings
@@ -343,11 +343,11 @@ class MARS(torch.optim.Optimizer):
         )
         if passes.conditional or verdict.applied:
             ends = Ends(passes.pack, passes.step_along, self.plans.kinds.places)
-            exchange = Exchange(self.plans.matrices, ends)
             passes.update(matrices=True)  # momenta
-            exchange.start()  # out to their owners
+            way = exchange(self.plans.matrices, ends)
+            next(way)  # out to their owners
             passes.update(matrices=False)  # meanwhile
-            exchange.finish()  # directions, back, and the step along them
+            next(way, None)  # directions, back, and the step along them
         self.grad_norm = verdict.norm
         self._finish(skipped, telemetry)
         return loss

@@ -116,7 +116,7 @@ class TorchPasses:
             rows = torch.stack([of[each] for each in group.parameters])
             rows, kappa, clip, unusable = correction_factors(group, rows, made, verdict.scale)
             unbias = [1 / (1 - beta ** (made + 1)) for beta in group.settings["betas"]]
-            keeps = group.corrects and not self.exact and not self._keeps_apart(group)
+            keeps = group.corrects and not self.exact
             columns = (kappa, clip, unusable, *unbias)
             self._factors.append(group.factors(verdict, columns, keeps))
             telemetry.append(
@@ -137,21 +137,6 @@ class TorchPasses:
             parts = factors.split([len(tensors[some]) for _, some in calls])
             for (call, some), part in zip(calls, parts):
                 call(tensors[some], part)
-            if self._keeps_apart(group) and not self.exact:
-                pairs = list(zip(group.grads, group.last_grads))
-                for call, some in calls_of(keep_, group.grads, self.compile):
-                    call(pairs[some], factors.scale, factors.applied)
-
-    def _keeps_apart(self, group: GroupTensors) -> bool:
-        """Return whether writing h in a call of its own is faster.
-
-        On a CPU torch.compile writes 16-bit numbers by masked stores of half a vector. The next
-        load from there waits until the store is done, and the loop with it: a step took twice as
-        long. A call that writes a momentum of 16 bits waits anyway, and was faster with both.
-        """
-        if not (self.compile and group.corrects and group.last_grads[0].is_cpu):
-            return False
-        return group.last_grads[0].itemsize == 2 and group.buffers[0][0].itemsize > 2
 
     def pack(self, kind: int, blocks: Sequence[BlockOf]) -> None:
         """Write what is to be orthogonalised to the values of blocks of the group number `kind`.
@@ -224,12 +209,6 @@ def update_of(rule: Rule) -> Callable[[Sequence[Tensors], Factors], None]:
     # Code of its own: how often torch compiles one again is limited.
     code = update.__code__.replace(co_name=f"update_{rule.name}")
     return types.FunctionType(code, update.__globals__, code.co_name, None, update.__closure__)
-
-
-def keep_(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor, applied: Tensor) -> None:
-    """Set h to s g on each (g, h), in place."""
-    for g, h in pairs:
-        write_if(applied, h, g.to(scale.dtype) * scale)
 
 
 def write_if(applied: Tensor, target: Tensor, values: Tensor) -> None:

@@ -65,7 +65,8 @@ class Plans:
             for some in alike.values():
                 cut = {name: group[name] for name in CUT}
                 shapes = [MatrixShape(tuple(each.shape), **cut) for each in some]
-                arguments = some, shapes, Directions.of(group), loads
+                directions = Directions(*(group[name] for name in Directions._fields))
+                arguments = some, shapes, directions, loads
                 matrices.append(Matrices(*arguments, self.mesh_groups, self.matrix_dtype))
         self.parameters += group["params"]
         if self.parameters:

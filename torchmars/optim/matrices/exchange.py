@@ -223,35 +223,28 @@ class Matrices:
         return by_group, without_gradient
 
 
-class Exchange:
-    """The way of all matrices of a step, bucket by bucket: transfers overlap with work.
+def exchange(matrices: Iterable[Matrices], ends: Ends) -> Iterator[None]:
+    """Go the way of all matrices of a step, bucket by bucket: transfers overlap with work.
 
-    While bucket k is computed, bucket k + 1 travels in and k - 1 out. Other work fits between
-    `start` and `finish`, while the first bucket travels.
+    It stops once, while the first bucket travels, so that other work is done. While bucket k is
+    computed, bucket k + 1 travels in and k - 1 out.
     """
+    every = [(each, bucket) for each in matrices for bucket in each.buckets]
+    ways = [each.way(bucket, ends) for each, bucket in every if bucket.travels]
 
-    def __init__(self, matrices: Iterable[Matrices], ends: Ends) -> None:
-        self._ends = ends
-        every = [(each, bucket) for each in matrices for bucket in each.buckets]
-        self._here = [(each, bucket) for each, bucket in every if not bucket.travels]
-        self._ways = [each.way(bucket, ends) for each, bucket in every if bucket.travels]
+    def go_on(number: int) -> None:
+        if 0 <= number < len(ways):
+            next(ways[number], None)
 
-    def start(self) -> None:
-        """Send the first bucket, and step along the matrices that do not travel."""
-        self._go_on(0)
-        for matrices, bucket in self._here:
-            matrices.step_here(bucket, self._ends)
-
-    def finish(self) -> None:
-        """Send and compute the other buckets, and write all directions."""
-        for number in range(len(self._ways) + 1):
-            self._go_on(number + 1)  # sends
-            self._go_on(number)  # computes
-            self._go_on(number - 1)  # writes
-
-    def _go_on(self, number: int) -> None:
-        if 0 <= number < len(self._ways):
-            next(self._ways[number], None)
+    go_on(0)
+    for each, bucket in every:
+        if not bucket.travels:
+            each.step_here(bucket, ends)
+    yield
+    for number in range(len(ways) + 1):
+        go_on(number + 1)  # sends
+        go_on(number)  # computes, and returns
+        go_on(number - 1)  # writes
 
 
 def batches(blocks: Sequence[Block], elements: int) -> Iterator[list[Block]]:

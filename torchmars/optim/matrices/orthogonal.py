@@ -6,14 +6,13 @@ Sources: rows of one norm, arXiv 2603.28254; the norm of an orthogonal matrix, a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from torchmars.optim.matrices.shapes import MatrixShape
 from torchmars.optim.rules import RULES, MatrixRule
-from torchmars.optim.settings import Settings
 
 Polynomial = tuple[float, float, float]  # a, b, c of a x + b x^3 + c x^5
 
@@ -89,19 +88,13 @@ ORTHOGONALIZERS = {
 }
 
 
-@dataclass(frozen=True)
-class Directions:
+class Directions(NamedTuple):
     """How a group's matrices become directions: the settings of its group that say it."""
 
     rule: str
     orthogonalize: str
     equilibrate: bool
     zero_mean: bool
-
-    @classmethod
-    def of(cls, settings: Settings) -> "Directions":
-        """Return the directions of a group with these `settings`."""
-        return cls(**{name: settings[name] for name in cls.__dataclass_fields__})
 
     def __call__(self, matrices: Tensor, shape: MatrixShape | None, dtype: torch.dtype) -> Tensor:
         """Return the directions of whole `matrices` [n, rows, cols], in their dtype.
