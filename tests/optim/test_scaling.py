@@ -2,7 +2,6 @@
 
 import copy
 import re
-import warnings
 
 import pytest
 import torch
@@ -202,16 +201,6 @@ def test_patterns_and_roles_keep_factors_and_roles_their_names():
     named = [name for group in groups for name, _ in group["params"]]
     assert sorted(named) == sorted(name for name, _ in large.named_parameters())
     MARS(groups)  # takes them
-
-
-@pytest.mark.parametrize("shape", [(2, 128, 128), (3, 64, 128), (2, 64, 129)])
-def test_a_base_that_is_larger_is_warned_of(shape):
-    large, small = Own(*shape), Own(2, 64, 128)
-    with pytest.warns(UserWarning, match="the base has .* parameters, the model .*: rates are"):
-        transfer_factors(small, large)
-    with warnings.catch_warnings(action="error"):
-        transfer_factors(large, small)
-        transfer_factors(small, small)
 
 
 def test_refusals_name_the_parameter_and_the_remedy():

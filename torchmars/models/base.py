@@ -1,6 +1,5 @@
 """A model beside the base whose learning rates it takes: the section [transfer]."""
 
-import warnings
 from dataclasses import fields, replace
 
 import torch
@@ -56,10 +55,9 @@ def factors_of(model: Model, transfer: TransferConfig) -> TransferFactors | None
     # A class that derives from a family may have blocks of its own: it says itself what it applies.
     applied = vars(type(model)).get("multipliers", Model.multipliers)
     try:
-        with warnings.catch_warnings(action="ignore"):  # plan warns of it
-            factors = transfer_factors(
-                model, base, depth=transfer.depth, decay=transfer.decay, applied=applied
-            )
+        factors = transfer_factors(
+            model, base, depth=transfer.depth, decay=transfer.decay, applied=applied
+        )
     except ValueError as error:
         raise UserError(f"transfer: {error}") from None
     if transfer.depth == "none":

@@ -75,7 +75,7 @@ class Plans:
         self.sums.cover(self.parameters)
         self.matrices += matrices
         self.owner_loads = loads
-        self.known.append([(each, layout_of(each)) for each in group["params"]])
+        self.known.append({each: layout_of(each) for each in group["params"]})
         self.checked.append(kept_settings(group))
 
 

@@ -6,7 +6,6 @@ for each tensor the scale of its initial values, its lr, decay and eps follow fr
 """
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -143,11 +142,11 @@ def transfer_factors(
         applied: the multipliers that the model applies, by name. None: those that its attribute
             `multipliers` names.
 
-    Warns of a base that is larger. Raises `ValueError` for a model that does not apply a multiplier
-    that is not 1, for a parameter that the base has not, or with another number of dims, and for a
-    `depth` of a model without blocks.
+    Raises `ValueError` for a model that does not apply a multiplier that is not 1, for a parameter
+    that the base has not, or with another number of dims, and for a `depth` of a model without
+    blocks.
     """
-    _check(model, base, depth, decay)
+    _check(model, depth, decay)
     blocks, count = _blocks(model)
     layers = max(count, 1) / max(_blocks(base)[1], 1)
     ours, theirs = _parameters(model), _parameters(base)
@@ -174,21 +173,14 @@ def transfer_factors(
     return TransferFactors(multipliers, std, twins, blocks, layers, DEPTHS[depth], decay)
 
 
-def _check(model: nn.Module, base: nn.Module, depth: str, decay: str) -> None:
-    """Refuse what `transfer_factors` cannot take, and warn of a base that is larger."""
+def _check(model: nn.Module, depth: str, decay: str) -> None:
+    """Raise `ValueError` for what `transfer_factors` cannot take."""
     Choice("depth", "", names=(*DEPTHS,)).check(depth)
     Choice("decay", "", names=("kept", "coupled")).check(decay)
     if depth != "none" and not _blocks(model)[1]:
         raise ValueError(
             f'depth = "{depth}" has no meaning: {type(model).__name__} has no module of numbered '
             'blocks, such as nn.ModuleList: leave it "none"'
-        )
-    own, of_base = (sum(each.numel() for each in one.parameters()) for one in (model, base))
-    if own < of_base:
-        warnings.warn(
-            f"the base has {of_base:,} parameters, the model {own:,}: rates are shown to hold from "
-            "small models to large ones",
-            stacklevel=3,
         )
 
 

@@ -17,18 +17,6 @@ from torchmars.optim.tensors import Known, layout_of, local_intervals, local_par
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
 
 
-# Keys of the groups of torch's own AdamW that mean nothing here.
-_TORCH_KEYS = (
-    "amsgrad",
-    "maximize",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "fused",
-    "decoupled_weight_decay",
-)
-
-
 def new_state(
     parameter: Tensor,
     group: dict[str, Any],
@@ -61,10 +49,10 @@ def carried_state(
     `ValueError` if a parameter was replaced by one of another shape. Changes nothing.
     """
     present = {parameter for group in groups for parameter in group["params"]}
-    before = {parameter: layout for group in known for parameter, layout in group}
+    before = {parameter: layout for group in known for parameter, layout in group.items()}
     carried: dict[Tensor, State] = {}
     for number, group in enumerate(groups):
-        former = [old for old, _ in known[number]] if number < len(known) else []
+        former = [*known[number]] if number < len(known) else []
         replaced = former if len(former) == len(group["params"]) else group["params"]
         for place, (parameter, old) in enumerate(zip(group["params"], replaced)):
             if parameter in before or old in present:
@@ -157,7 +145,8 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[s
             )
     merged = dict(ours)
     if rule == saved_rule:
-        saved = {key: value for key, value in theirs.items() if key not in _TORCH_KEYS}
+        # The other keys of torch's AdamW mean nothing here.
+        saved = {key: each for key, each in theirs.items() if key in ours or "rule" in theirs}
         check_group(ours | saved, number)
         merged |= {key: value for key, value in saved.items() if key not in FIXED}
     return merged | {"params": theirs["params"]}

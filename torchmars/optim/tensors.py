@@ -23,7 +23,7 @@ Layout = tuple[
     tuple[Placement, ...],
 ]
 # The parameters of each group, and their layouts.
-Known = list[list[tuple[Tensor, Layout]]]
+Known = list[dict[Tensor, Layout]]
 
 _PLAIN = (Tensor, Parameter)
 _VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -134,11 +134,4 @@ def layout_of(parameter: Tensor) -> Layout:
 
 def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
     """Return whether the groups still have the parameters of `known`, laid out as they were."""
-    return len(groups) == len(known) and all(
-        len(group["params"]) == len(before)
-        and all(
-            parameter is same and layout_of(parameter) == layout
-            for parameter, (same, layout) in zip(group["params"], before)
-        )
-        for group, before in zip(groups, known)
-    )
+    return known == [{each: layout_of(each) for each in group["params"]} for group in groups]
