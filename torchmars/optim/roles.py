@@ -6,7 +6,7 @@ as one without a name that says it are told by a group's `split`.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd  # torch 2.11 to 2.15: the one base of all convolutions
@@ -39,9 +39,8 @@ _THIRDS = ("qkv", "in_proj_weight")  # of vision models, and of torch's own atte
 WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "module"}
 # Each gate of torch's own layers is a matrix.
 _GATES_OF = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
-_CONV1D = re.compile("Conv1D")
 # transformers' routers whose weights follow from a softmax over experts. Others say `is_softmax`.
-_SOFTMAX_ROUTER = re.compile(r"(Mixtral|Qwen)\w*Top[kK]Router")
+_SOFTMAX_ROUTER = r"(Mixtral|Qwen)\w*Top[kK]Router"
 
 
 def roles(model: nn.Module) -> dict[str, str]:
@@ -154,14 +153,13 @@ def _chooses_experts(
             return parameter is [each for each in inside if each.ndim == 2][-1]
     if last in _GATES and _has_experts(owner):
         return True
-    return any(each.__name__.endswith("Router") for each in type(owner).__mro__)
+    return _is_one(owner, ".*Router")
 
 
 def _has_experts(module: nn.Module) -> bool:
     """Return whether a module has members named as experts."""
-    names = [name for name, _ in module.named_children()]
-    names += [name for name, _ in module.named_parameters(recurse=False)]
-    return any("expert" in name for name in names)
+    members = *module.named_children(), *module.named_parameters(recurse=False)
+    return any("expert" in name for name, _ in members)
 
 
 def _heads(model: nn.Module) -> set[str]:
@@ -170,7 +168,11 @@ def _heads(model: nn.Module) -> set[str]:
     matrices = [name for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1]
     last_in: dict[str, str] = {}  # by module named as a head
     for name in matrices:
-        last_in |= {prefix: name for prefix in _head_prefixes(name)}
+        parts = name.split(".")[:-1]
+        for number, part in enumerate(parts):
+            layer = number == len(parts) - 1 and _OTHER_HEAD_LAYER.fullmatch(part)
+            if layer or _HEAD_NAME.fullmatch(part) or _OTHER_HEAD_NAME.fullmatch(part):
+                last_in[".".join(parts[: number + 1])] = name
     alike: dict[str, list[str]] = {}
     for prefix in last_in:
         alike.setdefault(re.sub(r"\d+", "*", prefix), []).append(prefix)
@@ -195,15 +197,6 @@ def _heads(model: nn.Module) -> set[str]:
     return {matrices[-1]} if linear and last == "weight" else set()
 
 
-def _head_prefixes(name: str) -> Iterator[str]:
-    """Yield the paths of the modules around a parameter that are named as a head."""
-    parts = name.split(".")[:-1]
-    for number, part in enumerate(parts):
-        layer = number == len(parts) - 1 and _OTHER_HEAD_LAYER.fullmatch(part)
-        if layer or _HEAD_NAME.fullmatch(part) or _OTHER_HEAD_NAME.fullmatch(part):
-            yield ".".join(parts[: number + 1])
-
-
 def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Settings:
     """Return the settings `split`, `transposed` and `flatten` that take a parameter apart.
 
@@ -211,7 +204,9 @@ def cut_of(name: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Se
     """
     path, layer, _ = _place(name, modules)
     owner = modules[path]
-    transposed = {"transposed": True} if _is_conv1d(owner) else {}
+    # transformers' linear layer that keeps its weight as [in, out].
+    is_conv1d = _is_one(owner, "Conv1D") and hasattr(owner, "nf")
+    transposed = {"transposed": True} if is_conv1d else {}
     if isinstance(owner, _ConvNd):
         return {"split": owner.groups} if owner.groups > 1 else {}
     if layer.startswith(("weight_ih", "weight_hh")):
@@ -250,12 +245,12 @@ def softmax_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return _is_one(owner, _SOFTMAX_ROUTER) if known is None else bool(known)
 
 
-def _is_one(module: nn.Module, kind: re.Pattern[str]) -> bool:
-    """Return whether a module's class, or one that it inherits from, has that name.
+def _is_one(module: nn.Module, kind: str) -> bool:
+    """Return whether a module's class, or one that it inherits from, has such a name.
 
     FSDP2 makes a class of its own of each that it shards.
     """
-    return any(kind.fullmatch(each.__name__) for each in type(module).__mro__)
+    return any(re.fullmatch(kind, each.__name__) for each in type(module).__mro__)
 
 
 def _place(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, str, nn.Module]:
@@ -270,11 +265,6 @@ def _place(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, str, nn.Mo
     while layer in WRAPPERS:
         outer, _, layer = outer.rpartition(".")
     return path, layer, modules[outer]
-
-
-def _is_conv1d(owner: nn.Module) -> bool:
-    """Return whether a module is transformers' linear layer that keeps its weight as [in, out]."""
-    return _is_one(owner, _CONV1D) and hasattr(owner, "nf")
 
 
 def _of_experts(owner: nn.Module, layer: str) -> Settings:

@@ -179,28 +179,18 @@ def correction_factors(
     `products` [n, 3] are those of the group's whole tensors: <g, g>, <g, h> and <h, h>.
     `steps_made` [n] are the steps that each has made. All in float64, but the bools.
     """
-    gg, _, hh = products.unbind(-1)
-    unusable = ~torch.isfinite(hh)
-    products = torch.where(unusable[:, None], F.pad(gg[:, None], (0, 2)), products)
+    unusable = ~torch.isfinite(products[:, 2])
+    products = torch.where(unusable[:, None], F.pad(products[:, :1], (0, 2)), products)
     kappa = torch.where(unusable, 0.0, (steps_made != 0).double() * group.kappa)
     clip = torch.ones_like(kappa)
     if group.corrects and group.settings["clip"] is not None:
-        norms = corrected_squared_norms(products, scale, kappa).sqrt()
-        clip = (group.settings["clip"] / norms).clamp(max=1.0)
+        # ||c||^2 for c = s g + kappa (s g - h), which is never made for it: the 2-norm follows from
+        # three inner products, and no other norm does.
+        gg, gh, hh = products.unbind(-1)
+        crossed = 2 * kappa * (1 + kappa) * scale * gh
+        squared = ((1 + kappa) * scale) ** 2 * gg - crossed + kappa**2 * hh
+        clip = (group.settings["clip"] / squared.clamp(min=0.0).sqrt()).clamp(max=1.0)
     return products, kappa, clip, unusable
-
-
-def corrected_squared_norms(products: Tensor, scale: Tensor, kappa: Tensor) -> Tensor:
-    """Return ||c||^2 for c = s g + kappa (s g - h), [n] in float64.
-
-    c is never made for it: its 2-norm follows from three inner products, and no other norm does.
-
-    `products` [n, 3] are <g, g>, <g, h> and <h, h>, `scale` is s, `kappa` is [n].
-    """
-    gg, gh, hh = products.unbind(-1)
-    return (
-        ((1 + kappa) * scale) ** 2 * gg - 2 * kappa * (1 + kappa) * scale * gh + kappa**2 * hh
-    ).clamp(min=0.0)
 
 
 def count_skipped(skipped: Tensor, applied: Tensor) -> Tensor:
@@ -227,7 +217,12 @@ def report(
     first, *rows = torch.stack([F.pad(of_all, (0, 4)), *sums.values()]).tolist()
     numbers = dict(zip(("grad_norm", "skipped_steps", "skipped_in_a_row"), first))
     for role, row in model.add_up(dict(zip(sums, rows))).items():
-        numbers |= {f"{role}/{name}": value for name, value in _numbers(row).items()}
+        gg, kept, gh, hh, correction, clipped, tensors = row
+        numbers[f"{role}/grad_norm"] = math.sqrt(gg)
+        if tensors:  # the first step has no last gradient, and reports 0
+            numbers[f"{role}/clipped"] = clipped / tensors
+            numbers[f"{role}/correction"] = math.sqrt(correction / kept) if kept else 0.0
+            numbers[f"{role}/cosine"] = gh / math.sqrt(kept * hh) if kept * hh else 0.0
     return numbers
 
 
@@ -247,15 +242,3 @@ def _sums(group: GroupTelemetry) -> Tensor:
     sums = [gg.sum(), scale**2 * gg.sum(), scale * gh.sum(), hh.sum()]
     sums += [(kappa**2 * differences).sum(), (clip < 1).double().sum()]
     return torch.stack([*sums, torch.full_like(scale, len(clip))])
-
-
-def _numbers(sums: list[float]) -> dict[str, float]:
-    """Return the numbers of a role from its `_sums`."""
-    gg, kept, gh, hh, correction, clipped, tensors = sums
-    numbers = {"grad_norm": math.sqrt(gg)}
-    if tensors:
-        numbers["clipped"] = clipped / tensors
-        # The first step has no last gradient, and reports 0.
-        numbers["correction"] = math.sqrt(correction / kept) if kept else 0.0
-        numbers["cosine"] = gh / math.sqrt(kept * hh) if kept * hh else 0.0
-    return numbers

@@ -65,8 +65,20 @@ class Launcher:
         if table is None:
             return None
         gradients = [local_gradient(each) for group in groups for each in group.parameters]
-        fresh = self._send(table, groups, gradients, max_grad_norm)
-        return Launches(self, table, groups, gradients, fresh)
+        addresses = [0] * len(self.plans.parameters)
+        rows = (row for rows in table.rows_of for row in rows)
+        for row, gradient in zip(rows, gradients):
+            addresses[row] = gradient.data_ptr()
+        # Those of no group, of parameters without gradient: the first number is the norm.
+        settings = [math.inf if max_grad_norm is None else float(max_grad_norm)]
+        settings += [0.0] * (programs.SLOTS.value - 1)
+        for group in groups:
+            settings += group_settings(group)
+        if (addresses, settings) != self._sent:  # what may change in a step, by at most one copy
+            bits = torch.tensor(settings, dtype=torch.float64).view(torch.int64)
+            self._fresh = sent(torch.cat([torch.tensor(addresses), bits]), self.device)
+            self._sent = addresses, settings  # last: there may have been no memory
+        return Launches(self, table, groups, gradients, self._fresh)
 
     def _current_table(
         self,
@@ -100,29 +112,6 @@ class Launcher:
             pass
         self._tables = [*kept, (sorts, addresses, table)]
         return table
-
-    def _send(
-        self,
-        table: AddressTable,
-        groups: Sequence[GroupTensors],
-        gradients: Sequence[Tensor],
-        max_grad_norm: float | None,
-    ) -> Tensor:
-        """Return the inputs that may change in a step, on the device, by at most one copy."""
-        addresses = [0] * len(self.plans.parameters)
-        rows = (row for rows in table.rows_of for row in rows)
-        for row, gradient in zip(rows, gradients):
-            addresses[row] = gradient.data_ptr()
-        # Those of no group, of parameters without gradient: the first number is the norm.
-        settings = [math.inf if max_grad_norm is None else float(max_grad_norm)]
-        settings += [0.0] * (programs.SLOTS.value - 1)
-        for group in groups:
-            settings += group_settings(group)
-        if (addresses, settings) != self._sent:
-            bits = torch.tensor(settings, dtype=torch.float64).view(torch.int64)
-            self._fresh = sent(torch.cat([torch.tensor(addresses), bits]), self.device)
-            self._sent = addresses, settings  # last: there may have been no memory
-        return self._fresh
 
 
 class Launches:
@@ -278,7 +267,6 @@ def _length(count: int) -> int:
 
 def _on_gpu(groups: Sequence[GroupTensors], max_grad_norm: float | Tensor | None) -> bool:
     """Return whether a setting lies on a GPU, where the host cannot read it without waiting."""
-    names = "lr", "weight_decay", "eps", "gamma", "gamma_next", "clip"
-    numbers = [group.settings.get(name) for group in groups for name in names]
+    numbers = [each for group in groups for each in group.settings.values()]
     numbers += [max_grad_norm, *(beta for group in groups for beta in group.settings["betas"])]
     return any(isinstance(each, Tensor) and not each.is_cpu for each in numbers)

@@ -100,17 +100,16 @@ class Matrices:
         check_same_plan(described, self.place.groups, self.device)
         self.buckets = [rank_bucket(planned, extents, self.place) for planned in plan]
 
-    def step_here(self, bucket: Bucket, ends: Ends) -> None:
-        """Step along the directions of a bucket of matrices where they are: nothing travels."""
-        for blocks, directions in self._at_home(bucket, ends):
-            self._step_along(blocks, directions.flatten(), ends)
-
     def way(self, bucket: Bucket, ends: Ends) -> Iterator[None]:
         """Go the way of a bucket. It stops twice, while something travels: others work then.
 
         Blocks are read and sent to the owners of their units, computed there and returned, and
-        written. Matrices at home are sent to other replicas only.
+        written. Matrices at home are sent to other replicas only; if there are none it never stops.
         """
+        if not bucket.travels:
+            for blocks, directions in self._at_home(bucket, ends):
+                self._step_along(blocks, directions.flatten(), ends)
+            return
         if bucket.home:
             yield
             at_home = [each.flatten() for _, each in self._at_home(bucket, ends)]
@@ -229,17 +228,17 @@ def exchange(matrices: Iterable[Matrices], ends: Ends) -> Iterator[None]:
     It stops once, while the first bucket travels, so that other work is done. While bucket k is
     computed, bucket k + 1 travels in and k - 1 out.
     """
-    every = [(each, bucket) for each in matrices for bucket in each.buckets]
-    ways = [each.way(bucket, ends) for each, bucket in every if bucket.travels]
+    every = [(bucket, each.way(bucket, ends)) for each in matrices for bucket in each.buckets]
+    ways = [way for bucket, way in every if bucket.travels]
 
     def go_on(number: int) -> None:
         if 0 <= number < len(ways):
             next(ways[number], None)
 
     go_on(0)
-    for each, bucket in every:
+    for bucket, way in every:
         if not bucket.travels:
-            each.step_here(bucket, ends)
+            next(way, None)
     yield
     for number in range(len(ways) + 1):
         go_on(number + 1)  # sends

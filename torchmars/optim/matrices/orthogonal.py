@@ -106,8 +106,10 @@ class Directions(NamedTuple):
         parts = []
         for part in [matrices] if shape is None else parts_of(matrices, shape):
             x = self.orthogonalized(part, dtype)
-            if self.equilibrate:
-                x = renormalized(x)
+            if self.equilibrate:  # to the norm of an orthogonal one; a matrix of zeros stays one
+                x = x.to(_wide(x))
+                norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+                x = x * (min(x.shape[-2:]) ** 0.5 / norms.where(norms > 0, 1))
             factor = scale(*x.shape[1:]) / scale(*matrices.shape[1:])
             parts.append(x if factor == 1 else x * factor)
         whole = parts[0] if shape is None else put_together(parts, shape)
@@ -160,16 +162,6 @@ def equilibrated(matrices: Tensor) -> Tensor:
     of_rows = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     norms = torch.linalg.vector_norm(of_rows, dim=-2, keepdim=True)
     return wide * (norms / wide.shape[-2] ** 0.5 / of_rows.where(of_rows > 0, 1))
-
-
-def renormalized(directions: Tensor) -> Tensor:
-    """Return matrices [n, rows, cols] times min(rows, cols)^(1/2) over their Frobenius norm.
-
-    That is the norm of an orthogonal one. In float32 at least. A matrix of zeros stays one.
-    """
-    wide = directions.to(_wide(directions))
-    norms = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    return wide * (min(wide.shape[-2:]) ** 0.5 / norms.where(norms > 0, 1))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
