@@ -1,8 +1,4 @@
-"""The optimizer groups that follow from the roles of a model's parameters.
-
-Source: the table "who gets which rule" of the MARS and MARS-M papers and their code (arXiv
-2411.10438, 2510.21800).
-"""
+"""The optimizer groups that follow from the roles of a model's parameters."""
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence

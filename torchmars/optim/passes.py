@@ -2,9 +2,8 @@
 
 A step makes five passes, in the order of `MARS.step`: `products`, `settle`, `update`, `pack` and
 `step_along`; in exact mode `look_ahead` makes one more. This is one of two sets: on a GPU Triton's
-launches make the same ones (`gpu/launches.py`). The first pass reads gradient and last gradient for
-all norms. The second reads everything once more and writes it. Nothing waits for the device: every
-factor is a tensor in the dtype of the computation.
+launches make the same ones (`gpu/launches.py`). Nothing waits for the device: every factor is a
+tensor in the dtype of the computation.
 """
 
 import functools
@@ -82,8 +81,7 @@ class TorchPasses:
     def products(self, with_last: bool = True) -> Tensor:
         """Return <g, g>, <g, h> and <h, h> of each parameter's part here, [parameters, 3].
 
-        In float64; the last two are 0 where no h is kept, and without `with_last`. Of a stack h is
-        taken as 0 where g is.
+        In float64; the last two are 0 where no h is kept, and without `with_last`.
         """
         partial: dict[Tensor, Tensor] = {}
         for group in self.groups:

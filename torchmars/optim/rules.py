@@ -141,6 +141,8 @@ class Rule(ABC):
 
         `settings` are those of the optimizer, as `groups.complete_settings` returns them.
         """
+        if "optimize_1d" in settings:
+            return mars_settings_by_role(main, settings)
         return {"vector": main | {"weight_decay": 0.0}}
 
     @abstractmethod
@@ -233,9 +235,6 @@ class MarsAdamW(AdamW):
     def buffers(self, clip: float | None, exact: bool, stacks: bool) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq", "last_grad"
 
-    def settings_by_role(self, main: Settings, settings: Settings) -> dict[str, Settings]:
-        return mars_settings_by_role(main, settings)
-
 
 class Lion(ElementwiseRule):
     """Lion (Chen et al., arXiv 2302.06675, algorithm 2).
@@ -303,9 +302,6 @@ class MarsLion(MarsMomentum, ElementwiseRule):
     def direction(self, old: Buffers, new: Buffers, c: Tensor, f: Factors) -> Tensor:
         (m,) = new
         return (m if f.corrects else m + f.gamma_next * c).sign()
-
-    def settings_by_role(self, main: Settings, settings: Settings) -> dict[str, Settings]:
-        return mars_settings_by_role(main, settings)
 
 
 # Heads apart lowered the loss under muon and mars-m (docs/optimizers.md#heads-apart-measured).

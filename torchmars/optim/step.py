@@ -91,11 +91,7 @@ class Kinds:
     def gather(
         self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, State]
     ) -> list[GroupTensors]:
-        """Return the tensors of a step.
-
-        Raises `ValueError` if the per-tensor clip was switched on after the state was made
-        without a last gradient.
-        """
+        """Return the tensors of a step. Raises `ValueError` for a clip without a last gradient."""
         dtypes = [
             None if (gradient := parameter.grad) is None else gradient.dtype
             for group in param_groups
@@ -194,11 +190,7 @@ def correction_factors(
 
 
 def count_skipped(skipped: Tensor, applied: Tensor) -> Tensor:
-    """Return the counts of skipped steps after one more step, which may be `applied`.
-
-    `skipped` [3] are the skipped steps in all, those in a row up to now, and the longest row since
-    the interval of telemetry started.
-    """
+    """Return the counts of `MARS.skipped` after one more step, which may be `applied`."""
     total, row, longest = skipped.unbind()
     row = (row + 1) * ~applied
     return torch.stack([total + ~applied, row, torch.maximum(longest, row)])

@@ -1,7 +1,6 @@
-"""The passes of a step by Triton: a launch for all tensors, a copy for all that changed.
+"""The passes of a step by Triton: a copy for all that changed, and a launch for all tensors.
 
-They are those of `passes.TorchPasses`: each is one launch for each combination of rule and dtypes
-that the groups have, and two launches for each bucket of matrices.
+Each pass is one for each combination of rule and dtypes that the groups have; a bucket takes two.
 """
 
 import math

@@ -1,10 +1,7 @@
 """One step's way of the matrices: read, sent to their owners, computed, returned, written.
 
-A matrix that is cut travels to its owner in one all-to-all, with all others of its bucket. It
-becomes a direction there, which travels back in another. Matrices that lie whole on their owners'
-shards stay there. Under HSDP each replica does its share, and an all-gather passes the directions
-on to the others. Nothing is computed from a part, so each direction has the same bits on any
-layout.
+Under HSDP each replica does its share, and an all-gather passes the directions on to the others.
+Nothing is computed from a part, so each direction has the same bits on any layout.
 """
 
 import itertools

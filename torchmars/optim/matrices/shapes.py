@@ -1,9 +1,8 @@
 """Parameters seen as matrices: how one is cut by rows, and which part of it a rank has.
 
 A unit is a matrix that is orthogonalised on its own. A block is a rank's part of one, in one piece
-of its memory. A fused QKV weight is cut into three before it is orthogonalised (`split`). Parts
-that are runs of whole rows are units of their own from the plan on. Others, columns and rows that
-take turns, are cut where the matrix lies whole.
+of its memory. Parts that are runs of whole rows are units of their own from the plan on. Others,
+columns and rows that take turns, are cut where the matrix lies whole.
 """
 
 import functools
