@@ -150,17 +150,3 @@ def test_compilation_is_announced_once(caplog, monkeypatch):
             cached.cache_clear()
     (record,) = [each for each in caplog.records if "compil" in each.getMessage()]
     assert "compile=False" in record.getMessage()
-
-
-def test_a_step_without_any_gradient_warns():
-    """As where the model was sharded after the optimizer was made: nothing would be trained."""
-    layer = nn.Linear(3, 3, bias=False)
-    optimizer = MARS(layer.parameters(), rule="adamw")
-    before = layer.weight.detach().clone()
-    with pytest.warns(UserWarning, match="finds no gradient.*Make the optimizer after that"):
-        optimizer.step()
-    assert torch.equal(layer.weight, before)
-    layer(torch.ones(1, 3)).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 from torchmars.config.fields import Amount, Clip, Mark, Positive, require, with_settings
 from torchmars.core.bounds import KeyOf, Range, WordOrFlag
 from torchmars.core.errors import UserError
-from torchmars.optim.rules import RULES, variance_reduced
+from torchmars.optim.rules import RULES
 from torchmars.optim.settings import Betas, Choice, Flag, Number, Setting
 
 T = TypeVar("T")
@@ -188,7 +188,7 @@ class OptimizerConfig(NamedRule):
         from torchmars.optim.groups import check_groups, complete_settings
 
         require(
-            variance_reduced(self.name) or self.mode == "approx",
+            self.mode == "approx" or RULES[self.name].variance_reduced,
             f'optimizer.mode has no meaning for optimizer.name = "{self.name}"',
         )
         try:

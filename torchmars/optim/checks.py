@@ -1,6 +1,5 @@
 """Checks of an optimizer's arguments: hyperparameters and parameters."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -99,14 +98,3 @@ def check_parameters(group: dict[str, Any], number: int) -> None:
         if not (local.is_contiguous() if of_matrices else dense):
             wanted = "contiguous for a matrix rule" if of_matrices else "dense in memory"
             raise ValueError(f"params must be {wanted}, {name} has strides {local.stride()}")
-
-
-def warn_of_no_gradient(groups: list[dict[str, Any]]) -> None:
-    """Warn, once, of a step in which no parameter of an optimizer's groups has a gradient."""
-    if all(each.grad is None for group in groups for each in group["params"]):
-        warnings.warn(
-            "MARS.step() finds no gradient, so it trains nothing. Was the model sharded or wrapped "
-            "after the optimizer was made? Make the optimizer after that, of the parameters that "
-            "the model then has",
-            stacklevel=6,  # of torch are the frames between
-        )

@@ -12,7 +12,7 @@ from torchmars.optim.roles import (
     ROLES,
     cut_of,
     heads_of,
-    looks_like,
+    looks_outer,
     roles,
     sized_as_tokens,
     softmax_router,
@@ -264,7 +264,7 @@ def warn_of_embeddings(groups: Iterable[dict[str, Any]], given: Iterable[Any]) -
         if is_sorted or not isinstance(RULES[group["rule"]], MatrixRule):
             continue
         names = group.get("param_names", ())
-        found = next((repr(name) for name in names if looks_like(name)), None)
+        found = next((repr(name) for name in names if looks_outer(name)), None)
         if found or not names:
             rule = group["rule"]
             warnings.warn(

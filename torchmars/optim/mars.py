@@ -23,7 +23,6 @@ from torchmars.optim.checks import (
     check_rule,
     check_state_dtype,
     checked_params,
-    warn_of_no_gradient,
 )
 from torchmars.optim.compiling import (
     MIN_MODEL_TO_COMPILE,
@@ -66,14 +65,12 @@ class MARS(torch.optim.Optimizer):
 
     Parameters may be plain tensors, replicas (DDP) or DTensors of any mesh and placement. `||c||`
     is the norm of the whole tensor. A sharded matrix is orthogonalised whole, on the rank that owns
-    it. In a stack of matrices [n, rows, cols] h is taken as 0 where g is exactly 0: an expert
-    without tokens gets no correction. Parameters may be replaced in `param_groups`, sharded or
-    moved to another device or dtype later: their state follows at the next step. FSDP1's flattened
-    parameters are refused.
+    it. In a stack of matrices [n, rows, cols] h is taken as 0 where g is exactly 0. Parameters may
+    be replaced in `param_groups`, sharded or moved to another device or dtype later: their state
+    follows at the next step.
 
-    Creating the optimizer is collective, and creates the state. `grad_norm` and the verdict on a
-    step are the same on all ranks. Plain tensors alone communicate nothing. A step never waits for
-    a GPU.
+    Creating the optimizer is collective, and creates the state. Plain tensors alone communicate
+    nothing. A step never waits for a GPU.
 
     A step whose gradients are not all finite, or have a norm above 1.8e19 after the global clip, is
     skipped: it changes nothing (in exact mode the last gradient is still replaced). `telemetry`
@@ -198,31 +195,25 @@ class MARS(torch.optim.Optimizer):
         self.compile = requested
         self.launcher: Launcher | None = None
         if self._requested_compile is not False and has_launches(device):
-            self.launcher = self._new_launcher()
+            announce_compilation()
+            # They need a cache that can be written to, CUDA's library and a linker, and say so only
+            # when one is compiled. Here a rank can still do without: others may not.
+            try:
+                module = importlib.import_module("torchmars.optim.gpu.launches")
+                launcher = module.Launcher(self.plans, self.exact)
+                launcher.try_one()
+                self.launcher = launcher
+            except Exception as error:  # whatever an installation raises that lacks something
+                logger.warning(
+                    "the optimizer's kernels cannot be compiled by Triton here, and steps take "
+                    f"longer: {type(error).__name__}: {shown(error)}; set TRITON_CACHE_DIR to a "
+                    "folder that can be written, or compile=False, in a config training.compile = "
+                    "false"
+                )
         self.grad_norm, self.skipped = (
             torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
             for each in (self.grad_norm, self.skipped)
         )
-
-    def _new_launcher(self) -> "Launcher | None":
-        """Return what makes launches by Triton; None, with a warning, if it cannot compile one.
-
-        It needs a cache that it can write to, CUDA's library and a linker, and says so only when it
-        compiles. Here a rank can still do without: others may not.
-        """
-        announce_compilation()
-        try:
-            module = importlib.import_module("torchmars.optim.gpu.launches")
-            found: Launcher = module.Launcher(self.plans, self.exact)
-            found.try_one()
-        except Exception as error:  # whatever an installation raises that lacks something
-            logger.warning(
-                "the optimizer's kernels cannot be compiled by Triton here, and steps take longer: "
-                f"{type(error).__name__}: {shown(error)}; set TRITON_CACHE_DIR to a folder that "
-                "can be written, or compile=False, in a config training.compile = false"
-            )
-            return None
-        return found
 
     def _follow(self) -> None:
         """Let state and plans follow parameters that were replaced, sharded or moved.
@@ -238,7 +229,8 @@ class MARS(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             check_parameters(group, number)
         state = carried_state(self.param_groups, self.plans.known, self.state, self._new_state)
-        plans = self.plans.without_groups()
+        former = self.plans
+        plans = Plans(former.mesh_groups, former.sums.norm_group, former.matrix_dtype)
         for group in self.param_groups:
             plans.add(group)
         self.plans, self.state, self.ahead = plans, defaultdict(dict, state), {}
@@ -342,7 +334,7 @@ class MARS(torch.optim.Optimizer):
             total, products, self.max_grad_norm, self.skipped
         )
         if passes.conditional or verdict.applied:
-            ends = Ends(passes.pack, passes.step_along, self.plans.kinds.places)
+            ends = Ends(passes.pack, passes.step_along, self.plans.places)
             passes.update(matrices=True)  # momenta
             way = exchange(self.plans.matrices, ends)
             next(way)  # out to their owners
@@ -374,9 +366,7 @@ class MARS(torch.optim.Optimizer):
                         f"{name} of group {number} was {before[name]!r} and cannot change"
                     )
             self.plans.checked[number] = now
-        groups = self.plans.kinds.gather(self.param_groups, self.state)
-        if not groups:
-            warn_of_no_gradient(self.param_groups)
+        groups = self.plans.gather(self.param_groups, self.state)
         if self.launcher is not None:
             given = groups, self.state, self.ahead, self.max_grad_norm
             if (launches := self.launcher.begin(*given)) is not None:

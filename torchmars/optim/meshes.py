@@ -81,10 +81,6 @@ class MeshPlace:
         return len(self.coordinates)
 
     @property
-    def replicas(self) -> int:
-        return len(self.ranks) // self.shards
-
-    @property
     def groups(self) -> list[dist.ProcessGroup]:
         return [group for group in (self.shard_group, self.replica_group) if group is not None]
 

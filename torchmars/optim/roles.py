@@ -105,13 +105,12 @@ def sized_as_tokens(model: nn.Module, found: Mapping[str, str]) -> tuple[list[st
     return layers, raw
 
 
-def looks_like(name: str) -> str | None:
-    """Return the role "embedding" or "head" where a parameter's name alone says it, else None."""
+def looks_outer(name: str) -> bool:
+    """Return whether a parameter's name alone says that it is an embedding or a head."""
     parts = name.split(".")
     last = parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]
-    if last == "W_E" or (_EMBEDDING_PARTS & set(last.split("_")) and "patch" not in last):
-        return "embedding"
-    return "head" if _HEAD_NAME.fullmatch(last) or last == "W_U" else None
+    embeds = _EMBEDDING_PARTS & set(last.split("_")) and "patch" not in last
+    return bool(embeds or _HEAD_NAME.fullmatch(last) or last in ("W_E", "W_U"))
 
 
 def _role(

@@ -407,11 +407,6 @@ RULES: dict[str, Rule] = {
 }
 
 
-def variance_reduced(name: str) -> bool:
-    """Return whether `name` is a rule that uses the corrected gradient of MARS."""
-    return name in RULES and RULES[name].variance_reduced
-
-
 def group_settings() -> dict[str, Setting]:
     """Return the settings that a parameter group of any rule may have, by name."""
     every = [setting for rule in RULES.values() for setting in rule.settings]

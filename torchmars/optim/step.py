@@ -1,14 +1,13 @@
 """The tensors of one step, and what follows from the sums over all gradients."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.optim.matrices.shapes import is_stack
 from torchmars.optim.meshes import ModelSums
 from torchmars.optim.rules import RULES, Factors, Rule
 from torchmars.optim.settings import Settings
@@ -72,60 +71,6 @@ class GroupTensors:
         wide = (each if each.dtype == torch.bool else each.to(self.dtype) for each in columns)
         shared = verdict.applied, verdict.scale.to(self.dtype), *map(number, self.numbers)
         return Factors._make([*shared, own, self.corrects, keeps, self.stacks, *wide])
-
-
-class Kinds:
-    """The parameters of each group that have a gradient, by kind.
-
-    They are sorted again where other parameters have a gradient.
-    """
-
-    def __init__(self) -> None:
-        self._dtypes: list[torch.dtype | None] | None = None  # of the gradients
-        self.sorted: list[tuple[int, bool, list[Tensor]]] = []
-        """Of each kind the number of the group, whether they are stacks, and the parameters:
-        another list if it changed."""
-        self.places: dict[Tensor, tuple[int, int]] = {}
-        """Of each parameter its kind, and its number there."""
-
-    def gather(
-        self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, State]
-    ) -> list[GroupTensors]:
-        """Return the tensors of a step. Raises `ValueError` for a clip without a last gradient."""
-        dtypes = [
-            None if (gradient := parameter.grad) is None else gradient.dtype
-            for group in param_groups
-            for parameter in group["params"]
-        ]
-        if dtypes != self._dtypes:
-            kinds: dict[Any, list[Tensor]] = {}
-            for number, settings in enumerate(param_groups):
-                for each in settings["params"]:
-                    if each.grad is not None:
-                        of_group = number, is_stack(each.shape, settings["flatten"])
-                        kind = *of_group, each.dtype, each.grad.dtype, *state[each]
-                        kinds.setdefault(kind, []).append(each)
-            # Neighbours of one length share a compiled call.
-            alike = [sorted(some, key=lambda each: each.shape) for some in kinds.values()]
-            self._dtypes = dtypes
-            self.sorted = [(*kind[:2], some) for kind, some in zip(kinds, alike)]
-            self.places = {
-                each: (kind, number)
-                for kind, some in enumerate(alike)
-                for number, each in enumerate(some)
-            }
-        groups = [
-            GroupTensors(param_groups[number], some, [state[each] for each in some], stacks)
-            for number, stacks, some in self.sorted
-        ]
-        for group in groups:
-            corrects = not group.rule.variance_reduced or group.corrects
-            if not corrects and group.settings["clip"] is not None:
-                raise ValueError(
-                    "clip cannot be switched on after the optimizer was created without it: "
-                    "no last gradient was kept"
-                )
-        return groups
 
 
 class GroupTelemetry(NamedTuple):

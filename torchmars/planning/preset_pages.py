@@ -11,7 +11,7 @@ from torchmars.core.tables import table
 from torchmars.core.words import counted, short
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
-from torchmars.optim.rules import variance_reduced
+from torchmars.optim.rules import RULES
 from torchmars.planning.assumptions import PER_NODE, SPEEDS
 from torchmars.planning.thumb import RuleOfThumb
 
@@ -74,7 +74,7 @@ def preset_page(preset: Preset) -> list[str]:
         for name, value in values.items()
         if value is not None
     ]
-    mode = f", {optimizer.mode}" if variance_reduced(optimizer.name) else ""
+    mode = f", {optimizer.mode}" if RULES[optimizer.name].variance_reduced else ""
     size, accumulated = training.microbatches(
         config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
     )

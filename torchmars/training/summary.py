@@ -15,7 +15,7 @@ from torchmars.data.shares import Shares
 from torchmars.models import Model, title
 from torchmars.models.base import base_of
 from torchmars.optim import MARS
-from torchmars.optim.rules import variance_reduced
+from torchmars.optim.rules import RULES
 from torchmars.parallel.layout import Layout
 from torchmars.training.checkpointer import Resumed
 
@@ -139,7 +139,7 @@ def group_table(groups: list[dict[str, Any]]) -> list[str]:
 
 def group_row(group: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of one of the optimizer's groups."""
-    mars = variance_reduced(group["rule"])
+    mars = RULES[group["rule"]].variance_reduced
     return (
         group["role"],
         group["rule"],

@@ -91,7 +91,7 @@ class Launcher:
             for parameter in self.plans.parameters
             for each in (parameter, *state[parameter].values())
         ]
-        sorts = self.plans.kinds.sorted
+        sorts = self.plans.sorted
         addresses = [innermost(each).data_ptr() for each in (*tensors, *ahead.values())]
         for same_sorts, same_addresses, table in self._tables:
             if same_sorts is sorts and same_addresses == addresses:

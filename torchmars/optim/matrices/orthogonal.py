@@ -120,10 +120,12 @@ class Directions(NamedTuple):
         ones = torch.ones_like(part[..., :1]) if self.zero_mean else None
         x = part if ones is None else without(part, ones)
         null = ones
-        if self.equilibrate:
-            if null is not None:
-                null = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            x = equilibrated(x)
+        if self.equilibrate:  # rows of one norm, and the norm of before; a row of zeros stays one
+            x = x.to(_wide(x))
+            of_rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            norms = torch.linalg.vector_norm(of_rows, dim=-2, keepdim=True)
+            x = x * (norms / x.shape[-2] ** 0.5 / of_rows.where(of_rows > 0, 1))
+            null = ones if ones is None else of_rows
         x = ORTHOGONALIZERS[self.orthogonalize](x, dtype)
         # Products in bfloat16 round too, and of 1e-3 an iteration makes 1/2.
         return x if null is None else without(x, null).to(x.dtype)
@@ -151,17 +153,6 @@ def without(matrices: Tensor, null: Tensor) -> Tensor:
     wide, null = matrices.to(_wide(matrices)), null.to(_wide(matrices))
     along = (null * wide).sum(-2, keepdim=True) / null.square().sum(-2, keepdim=True)
     return wide - null * along.where(along.isfinite(), 0)
-
-
-def equilibrated(matrices: Tensor) -> Tensor:
-    """Return matrices [n, rows, cols] whose rows have one norm, and the norm of before.
-
-    In float32 at least. A row of zeros stays one.
-    """
-    wide = matrices.to(_wide(matrices))
-    of_rows = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    norms = torch.linalg.vector_norm(of_rows, dim=-2, keepdim=True)
-    return wide * (norms / wide.shape[-2] ** 0.5 / of_rows.where(of_rows > 0, 1))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -192,7 +192,7 @@ def rank_bucket(planned: PlannedBucket, extents: Sequence[Extents], place: MeshP
     `extents` has each shard's part of each parameter. The time is linear in the bucket's units, and
     in the rank's own units times the ranks.
     """
-    shards = place.shards
+    shards, replicas = place.shards, len(place.ranks) // place.shards
     # This rank's blocks by their owner, and those of its units by where they come from.
     outgoing: dict[int, list[Block]] = {}
     incoming: dict[int, list[Block]] = {}
@@ -209,7 +209,7 @@ def rank_bucket(planned: PlannedBucket, extents: Sequence[Extents], place: MeshP
                     incoming.setdefault(source, []).append(theirs)
     by_replica = [
         _packing(outgoing, range(replica * shards, (replica + 1) * shards))
-        for replica in range(place.replicas)
+        for replica in range(replicas)
     ]
     if planned.home:
         for blocks, _ in by_replica:
@@ -220,7 +220,7 @@ def rank_bucket(planned: PlannedBucket, extents: Sequence[Extents], place: MeshP
         Packing([], []) if planned.home else by_replica[place.replica],
         _packing(incoming, range(shards)),
         owned,
-        travels=not planned.home or place.replicas > 1,
+        travels=not planned.home or replicas > 1,
     )
 
 
