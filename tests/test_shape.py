@@ -26,7 +26,7 @@ OF_ROOMS = {
     "evaluation": 1_080,
     "exchange": 2_732,
     "models": 1_910,
-    "optim": 5_760,
+    "optim": 5_200,
     "parallel": 2_960,
     "planning": 2_170,
     "records": 970,

@@ -13,12 +13,6 @@ from torchmars.optim.tensors import local_part
 MAX_GRAD_NORM = Number("max_grad_norm", "The global clip.", positive=True, optional=True)
 
 
-def check_module(model: Any) -> None:
-    """Raise `TypeError` unless `model` is a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
-
-
 def check_rule(value: Any, suffix: str = "") -> None:
     """Raise `ValueError` unless `value` names a rule."""
     if not (isinstance(value, str) and value in RULES):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchmars.optim.checks import check_group, check_module, check_rule, checked_params
+from torchmars.optim.checks import check_group, check_rule, checked_params
 from torchmars.optim.roles import (
     ROLES,
     cut_of,
@@ -111,7 +111,6 @@ def param_groups(
     Raises `ValueError`, naming the argument, for a value out of range, for a setting without
     meaning and for a pattern that claims no parameter.
     """
-    check_module(model)
     given = by_role or {}
     table = _table(name, given, settings)
     groups: dict[tuple[str, ...], dict[str, Any]] = {}

@@ -247,9 +247,8 @@ class MARS(torch.optim.Optimizer):
         """Load the result of `state_dict`, or the state of torch's AdamW.
 
         That goes into the rule "adamw", with its hyperparameters, and into "mars-adamw", which
-        keeps its own and makes its first step without correction (`skip_next_correction`). All or
-        nothing: raises `ValueError`, naming the parameter, the key and the shapes, where something
-        does not fit, and has changed nothing then.
+        keeps its own and makes its first step without correction (`skip_next_correction`). Raises
+        `ValueError`, naming what does not fit, and has changed nothing then.
         """
         self._follow()
         found: list[Any] = []
@@ -386,12 +385,11 @@ class MARS(torch.optim.Optimizer):
     def telemetry(self) -> dict[str, float]:
         """Return the results of the last step's reductions, as numbers. Waits for the device once.
 
-        Collective where there is a `norm_group`: call it on all its ranks. "grad_norm" is before
-        the clip. "skipped_steps" is in all, "skipped_in_a_row" the longest row since
-        `start_interval`. Each role has "ROLE/grad_norm". A role with last gradients also has
-        "ROLE/clipped" (the fraction of its tensors whose corrected gradient was clipped),
-        "ROLE/correction" (the size of the correction relative to the gradient) and "ROLE/cosine"
-        (of the gradient and the last one).
+        Collective where there is a `norm_group`. "grad_norm" is before the clip, "skipped_steps" in
+        all, "skipped_in_a_row" the longest row since `start_interval`. Each role has
+        "ROLE/grad_norm". A role with last gradients also has "ROLE/clipped" (the fraction of its
+        tensors whose corrected gradient was clipped), "ROLE/correction" (the size of the correction
+        relative to the gradient) and "ROLE/cosine" (of the gradient and the last one).
         """
         return report(self.grad_norm, self.skipped, self._telemetry, self.plans.sums)
 

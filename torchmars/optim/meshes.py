@@ -115,9 +115,8 @@ class ModelSums:
     First they are added over the shards of each tensor: those that are sharded over the same mesh
     axes in one all-reduce, however many they are. Copies give the same numbers, unless one of them
     is broken, or adds up in another order: the largest number is taken, and one that is not finite
-    is larger than all others. That takes one all-reduce for each mesh, over the axes along which
-    copies lie. Ranks of `norm_group` have different parts of the model: their numbers are summed,
-    in one more all-reduce.
+    is larger than all others. That takes one all-reduce for each mesh that has copies. Ranks of
+    `norm_group` have different parts of the model: their sums are added in one more all-reduce.
     """
 
     def __init__(self, groups: MeshGroups, norm_group: dist.ProcessGroup | None) -> None:

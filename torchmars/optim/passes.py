@@ -47,14 +47,13 @@ GPU_PARTS = 1024
 class Calls(NamedTuple):
     """The inputs of a compiled call on a type of device."""
 
-    min_elements: int
-    """Of a tensor. On a CPU a compiled call does not pay for a smaller one. A GPU launches a
-    kernel for each operation where they are not compiled."""
+    min_elements: int  # of a tensor
     max_tensors: int
-    """A call costs the host about as much as four tensors do. A CPU has that time, and long calls
-    compile slowly there."""
 
 
+# A call costs the host about as much as four tensors do. A CPU has that time, and long calls
+# compile slowly there; for small tensors one does not pay. A GPU launches a kernel for each
+# operation where they are not compiled.
 CALLS = defaultdict(lambda: Calls(2**16, 4), cuda=Calls(2, 16))
 
 

@@ -47,8 +47,7 @@ class Plans:
         stacks, and which they are: another list if it changed."""
         self.places: dict[Tensor, tuple[int, int]] = {}
         """Of each of these parameters its kind, and its number there."""
-        self.device = torch.device("cpu")
-        """That of the parameters."""
+        self.device = torch.device("cpu")  # that of the parameters
         self.conditional = False
         """Whether each write asks for the verdict on its step. A CPU's host need not wait for that,
         and leaves out the passes of a skipped step."""

@@ -1,8 +1,6 @@
 """Every rule in a few lines, on one whole tensor: the results of `MARS` without its machinery.
 
-Sources: MARS, Yuan et al., arXiv 2411.10438; MARS-M, Liu et al., arXiv 2510.21800; AdamW,
-Loshchilov & Hutter, arXiv 1711.05101; Lion, Chen et al., arXiv 2302.06675; Muon in Moonlight's
-form, Liu et al., arXiv 2502.16982.
+The sources are those of `rules.py`.
 
 Each rule is a function that makes one step in place. It takes a tensor `x`, its gradient `g` after
 the global clip (see `global_clip`), its state and its settings by name; those that it does not use

@@ -31,18 +31,15 @@ class Parameter(NamedTuple):
 
     role: str
     shape: tuple[int, ...]
-    cut: Settings
-    """How it is cut into matrices: see `roles.cut_of`."""
-    heads: Settings
-    """How it is cut into heads: see `roles.heads_of`."""
+    cut: Settings  # of `roles.cut_of`
+    heads: Settings  # of `roles.heads_of`
 
 
 class Twin(NamedTuple):
     """A parameter and its counterpart in the base."""
 
     own: Parameter
-    name: str
-    """The counterpart's."""
+    name: str  # the counterpart's
     base: Parameter
 
     @property
@@ -75,14 +72,12 @@ class TransferFactors:
     the root of a head's width)."""
     std: dict[str, float]
     """The factor of the standard deviation of each parameter's initial values, by name."""
-    twins: dict[str, Twin]
-    """The parameters, by name."""
+    twins: dict[str, Twin]  # the parameters, by name
     blocks: str
     """What the names of all blocks' parameters begin with."""
     layers: float
     """How many times as many blocks as in the base there are."""
-    depth: float
-    """One of the values of `DEPTHS`."""
+    depth: float  # one of the values of `DEPTHS`
     decay: str
 
     def of(

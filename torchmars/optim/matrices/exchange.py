@@ -33,21 +33,13 @@ BATCH_OF_CPU_THREAD = 2**19
 OwnerLoads = dict[tuple[int, ...], dict[int, int]]
 
 
-# Of each parameter with a gradient the number of its group of the step, and its number there.
-Places = dict[Tensor, tuple[int, int]]
-
-
 class BlockOf(NamedTuple):
-    """A rank's block of a matrix, and its values: those to send, or a direction."""
+    """A rank's block of a matrix, and its values, flat: those to send, or a direction."""
 
-    number: int
-    """The parameter's, in its group of the step."""
-    start: int
-    """Its first element, within the rank's part of the parameter. The others follow."""
-    shape: tuple[int, int]
-    """That of the whole matrix."""
+    number: int  # the parameter's, in its group of the step
+    start: int  # its first element, within the rank's part of the parameter
+    shape: tuple[int, int]  # the whole matrix's
     values: Tensor
-    """Flat."""
 
 
 class Ends(NamedTuple):
@@ -57,7 +49,9 @@ class Ends(NamedTuple):
     """Writes what is to be orthogonalised to the values of blocks of a group, by its number."""
     step_along: Callable[[int, Sequence[BlockOf]], None]
     """Steps along directions, the values of blocks."""
-    places: Places
+    places: dict[Tensor, tuple[int, int]]
+    """Of each parameter with a gradient the number of its group of the step, and its number there.
+    """
 
 
 class Matrices:
@@ -184,7 +178,7 @@ class Matrices:
         """Return the values of blocks, one after the other: 0 where a matrix has no gradient."""
         elements = sum(block.numel for block in blocks)
         packed = torch.empty(elements, dtype=self.dtype, device=self.device)
-        by_group, without_gradient = self._by_group(blocks, packed, ends.places)
+        by_group, without_gradient = self._by_group(blocks, packed, ends)
         for group, some in by_group.items():
             ends.pack(group, some)
         for values in without_gradient:
@@ -193,12 +187,12 @@ class Matrices:
 
     def _step_along(self, blocks: Sequence[Block], packed: Tensor, ends: Ends) -> None:
         """Step along the directions of blocks, `packed`, where a matrix has a gradient."""
-        by_group, _ = self._by_group(blocks, packed, ends.places)
+        by_group, _ = self._by_group(blocks, packed, ends)
         for group, some in by_group.items():
             ends.step_along(group, some)
 
     def _by_group(
-        self, blocks: Sequence[Block], packed: Tensor, places: Places
+        self, blocks: Sequence[Block], packed: Tensor, ends: Ends
     ) -> tuple[dict[int, list[BlockOf]], list[Tensor]]:
         """Return the blocks of matrices that have a gradient, and the values of the others.
 
@@ -209,7 +203,7 @@ class Matrices:
         stops = itertools.accumulate(block.numel for block in blocks)
         slices = ((packed, stop - block.numel, block.numel) for block, stop in zip(blocks, stops))
         for block, values in zip(blocks, flat_slices(slices)):
-            place = places.get(self.parameters[block.units.parameter])
+            place = ends.places.get(self.parameters[block.units.parameter])
             if place is None:
                 without_gradient.append(values)
             else:

@@ -14,8 +14,6 @@ from torch import Tensor
 from torchmars.optim.matrices.shapes import MatrixShape
 from torchmars.optim.rules import RULES, MatrixRule
 
-Polynomial = tuple[float, float, float]  # a, b, c of a x + b x^3 + c x^5
-
 
 @dataclass(frozen=True)
 class Iteration:
@@ -26,7 +24,7 @@ class Iteration:
     and keeps the singular vectors.
     """
 
-    polynomials: Sequence[Polynomial]
+    polynomials: Sequence[tuple[float, float, float]]  # a, b, c of each
     margin: float = 1.0
 
     def __call__(self, matrices: Tensor, dtype: torch.dtype | None = None) -> Tensor:

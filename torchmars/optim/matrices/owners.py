@@ -3,7 +3,6 @@
 A matrix that lies whole on one shard is orthogonalised there, if its parameter has such on each
 shard, or if it is a head. One that is cut is orthogonalised whole too, on one of the ranks. The
 plan follows from shapes, meshes and placements alone, so every rank makes the same one on its own.
-`exchange.py` carries it out.
 """
 
 import functools
@@ -34,10 +33,8 @@ Heap = list[tuple[int, int]]  # the work of ranks in FLOPs so far, and which ran
 class PlannedBucket(NamedTuple):
     """The matrices that are orthogonalised at one time, with their owners."""
 
-    home: bool
-    """Whether each of them lies whole on the shard of its owner."""
-    owners: list[tuple[Units, int]]
-    """Owners are indices into the ranks of the mesh."""
+    home: bool  # whether each of them lies whole on the shard of its owner
+    owners: list[tuple[Units, int]]  # by their place among the ranks of the mesh
 
 
 def plan_buckets(

@@ -55,14 +55,9 @@ class MatrixShape:
             )
 
     @property
-    def flattened(self) -> bool:
-        """Whether all dims but the first are the columns of one matrix."""
-        return self.flatten or len(self.shape) > 3
-
-    @property
     def matrix(self) -> tuple[int, int, int]:
         """The whole parameter, as [batch, rows, cols]."""
-        if self.flattened:
+        if self.flatten or len(self.shape) > 3:
             return 1, self.shape[0], math.prod(self.shape[1:])
         *batch, rows, cols = self.shape
         return math.prod(batch), rows, cols
@@ -113,7 +108,7 @@ class MatrixShape:
         Raises `ValueError` if a flattened matrix is sharded over one of its later dims.
         """
         part = intervals(self.shape, mesh_shape, placements, coordinate)
-        if self.flattened:
+        if self.flatten or len(self.shape) > 3:
             if any(interval != (0, size) for interval, size in zip(part[2:], self.shape[2:])):
                 raise ValueError(
                     f"a parameter of shape {self.shape} that is flattened to a matrix can be "
@@ -170,8 +165,7 @@ class Units(NamedTuple):
     entry: int
     length: int
     row: int
-    shape: tuple[int, int]
-    """[rows, cols] of each."""
+    shape: tuple[int, int]  # [rows, cols] of each
 
     def part(self, first: int, length: int) -> "Units":
         """Return `length` of them from number `first` on."""
@@ -205,7 +199,6 @@ class Block(NamedTuple):
     start: int
     """Its first element, within the local shard. The others follow: a unit has whole rows."""
     numel: int
-    """Its elements."""
 
     @property
     def is_whole(self) -> bool:
