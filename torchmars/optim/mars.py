@@ -356,8 +356,12 @@ class MARS(torch.optim.Optimizer):
             )
         for number, (group, before) in enumerate(zip(self.param_groups, self.plans.checked)):
             now = kept_settings(group)
-            if not any(isinstance(each, Tensor) for each in now.values()) and now == before:
-                continue  # a tensor may have another value
+            if len(now) == len(before) and all(
+                (each is before.get(name) or isinstance(each, tuple) and each == before[name])
+                and not isinstance(each, Tensor)
+                for name, each in now.items()
+            ):
+                continue
             check_group(group, number)
             for name in FIXED & before.keys():
                 if now.get(name) != before[name]:

@@ -47,11 +47,9 @@ class Ends(NamedTuple):
 
     pack: Callable[[int, Sequence[BlockOf]], None]
     """Writes what is to be orthogonalised to the values of blocks of a group, by its number."""
-    step_along: Callable[[int, Sequence[BlockOf]], None]
-    """Steps along directions, the values of blocks."""
+    step_along: Callable[[int, Sequence[BlockOf]], None]  # directions, the values of blocks
     places: dict[Tensor, tuple[int, int]]
-    """Of each parameter with a gradient the number of its group of the step, and its number there.
-    """
+    """Of each parameter with a gradient the number of its group of the step, and its own there."""
 
 
 class Matrices:

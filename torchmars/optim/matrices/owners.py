@@ -177,10 +177,8 @@ class Bucket:
     blocks at home."""
     incoming: Packing
     """The blocks of the units that this rank owns."""
-    owned: dict[tuple[int, int], list[Units]]
-    """By the shape of their matrices."""
-    travels: bool
-    """Whether anything of it is sent."""
+    owned: dict[tuple[int, int], list[Units]]  # by the shape of their matrices
+    travels: bool  # whether anything of it is sent
 
 
 def rank_bucket(planned: PlannedBucket, extents: Sequence[Extents], place: MeshPlace) -> Bucket:
