@@ -33,7 +33,7 @@ from torchmars.optim.compiling import (
 )
 from torchmars.optim.groups import complete_group, warn_of_embeddings
 from torchmars.optim.matrices.agreement import matrix_dtype_name
-from torchmars.optim.matrices.exchange import Ends, exchange
+from torchmars.optim.matrices.exchange import Ends, travel
 from torchmars.optim.meshes import MeshGroups
 from torchmars.optim.passes import TorchPasses
 from torchmars.optim.plans import Plans, kept_settings
@@ -335,7 +335,7 @@ class MARS(torch.optim.Optimizer):
         if passes.conditional or verdict.applied:
             ends = Ends(passes.pack, passes.step_along, self.plans.places)
             passes.update(matrices=True)  # momenta
-            way = exchange(self.plans.matrices, ends)
+            way = travel(self.plans.matrices, ends)
             next(way)  # out to their owners
             passes.update(matrices=False)  # meanwhile
             next(way, None)  # directions, back, and the step along them

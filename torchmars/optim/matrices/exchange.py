@@ -211,7 +211,7 @@ class Matrices:
         return by_group, without_gradient
 
 
-def exchange(matrices: Iterable[Matrices], ends: Ends) -> Iterator[None]:
+def travel(matrices: Iterable[Matrices], ends: Ends) -> Iterator[None]:
     """Go the way of all matrices of a step, bucket by bucket: transfers overlap with work.
 
     It stops once, while the first bucket travels, so that other work is done. While bucket k is
