@@ -7,7 +7,7 @@ import tempfile
 import pytest
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import check_writable, is_gone, open_to_write, sha256
+from torchmars.core.files import check_writable, is_gone, open_to_write, sha256, sync_folder
 from torchmars.core.locks import is_locked, lock
 
 
@@ -69,3 +69,18 @@ def test_a_folder_that_cannot_be_written_is_told_with_the_reason(
         check_writable(tmp_path / place, "--folder")
     told = f"cannot write to {tmp_path / place}: {reason}: set --folder to a folder you can write"
     assert str(refused.value) == told
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EIO])
+def test_a_folder_that_cannot_be_made_durable_is_no_error_of_the_disk(
+    tmp_path, monkeypatch, number
+):
+    def fail(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            sync_folder(tmp_path)
+    else:
+        sync_folder(tmp_path)

@@ -141,10 +141,13 @@ def write_durably(path: Path, content: str | bytes, suffix: str = PARTIAL) -> No
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder durable, where its file system can (CIFS and FUSE may not)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
@@ -184,10 +187,8 @@ def is_at(descriptor: int, path: Path) -> bool:
     """
     try:
         there, here = os.stat(path), os.fstat(descriptor)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
@@ -198,8 +199,6 @@ def is_gone(file: PurePath) -> bool:
     """
     try:
         os.stat(file)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
     return False
