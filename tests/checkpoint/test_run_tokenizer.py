@@ -92,8 +92,8 @@ def test_the_same_tokenizer_under_another_path_goes_on_and_another_one_does_not(
         tables_in(tmp_path, "without_end", 6),
     )[0]
     assert "from step 2" in moved and "error" not in moved and "tokenising" not in moved
-    assert f"was prepared with another tokenizer (mine/tokenizer.json) than {other} " in wrong
-    assert "ends documents with token 127, without_end with " in end
+    assert 'was prepared with data.tokenizer = "a file of SHA-256 ' in wrong
+    assert "was prepared with the tokenizer's end of text = 127, now it is " in end
     shutil.rmtree(tmp_path / "shards")
     [anew] = run_ranks(train_in, 1, tmp_path, tables_in(tmp_path, "mine/tokenizer.json", 6))[0]
     assert f"another tokenizer ({tmp_path}/other) than mine/tokenizer.json is now" in anew

@@ -7,13 +7,17 @@ import threading
 
 import pytest
 
+from tests.support.full import FULL
+from tests.support.store import BUCKET, s3_server
 from torchmars.begin import install_command
 from torchmars.config import DataConfig
 from torchmars.config.data import PartConfig
 from torchmars.config.source import DataSource, parse_source
 from torchmars.core import console
 from torchmars.core.errors import UserError
-from torchmars.data.corpus import Sizes, corpus_pieces, source_files
+from torchmars.core.places import ObjectPath
+from torchmars.data.corpus import matching_files, source_files
+from torchmars.storage.objects import store_of
 
 
 @pytest.mark.parametrize(
@@ -88,40 +92,83 @@ def test_corpora_of_files_do_not_share_a_default_folder(mixed):
     assert path(*CORPORA[0]) == path(*CORPORA[0])
 
 
-def test_files_folders_and_globs(tmp_path):
-    for name in ("a.txt", "b.md", "c.py", "deep/d.txt", "e.log", "f.txt.zst", "g.jsonl", "h.gz"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+def written(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
 
-    def found(*patterns, source="text"):
-        files = source_files(
-            DataConfig(source=source, files=[str(tmp_path / pattern) for pattern in patterns])
-        )
-        return [str(file.relative_to(tmp_path)) for file in files]
 
-    assert found("c.py") == ["c.py"]
-    assert found(".") == ["a.txt", "b.md", "deep/d.txt", "f.txt.zst"]
-    assert found("*.txt", "a.txt", "**/*.log") == ["a.txt", "e.log"]
-    assert found("a.txt", source=f"text:{tmp_path}/*.md") == ["a.txt", "b.md"]
-    assert found(".", source="jsonl") == ["g.jsonl"]
+def found(folder, *patterns, source="text"):
+    patterns = [str(folder / pattern) for pattern in patterns]
+    files = source_files(DataConfig(source=source, files=patterns))
+    return [str(file.relative_to(folder)) for file in files]
+
+
+def test_files_folders_and_globs(tmp_path, capsys):
+    written(tmp_path, "a.txt", "b.md", "c.py", "deep/__init__.txt", "e.log", "f.txt.zst", "h.gz")
+    written(tmp_path, ".git/d.txt", ".h.txt", "deep/.i.txt", "[x]/j.txt")
+    assert found(tmp_path, "c.py") == ["c.py"]
+    every = ["[x]/j.txt", "a.txt", "b.md", "deep/__init__.txt", "f.txt.zst"]
+    assert found(tmp_path, ".") == every
+    said = capsys.readouterr().out
+    assert "has other files too, 3 files (the first: " in said and "c.py)" in said
+    assert "a glob such as **/*.py reads them" in said
+    assert found(tmp_path, "*.txt", "a.txt", "**/*.log") == ["a.txt", "e.log"]
+    assert found(tmp_path, "**/*.txt") == ["[x]/j.txt", "a.txt", "deep/__init__.txt"]
+    assert found(tmp_path, "[x]") == ["[x]/j.txt"]
+    assert found(tmp_path, "*/.*.txt", ".git/*.txt") == [".git/d.txt", "deep/.i.txt"]
+    assert found(tmp_path, "a.txt", source=f"text:{tmp_path}/*.md") == ["a.txt", "b.md"]
+    (tmp_path / "deep" / "link.txt").symlink_to("../a.txt")
+    (tmp_path / "deep" / "gone.txt").symlink_to("nowhere")  # whoever reads it says so
+    names = ["__init__.txt", "gone.txt", "link.txt"]
+    assert found(tmp_path, "deep") == [f"deep/{name}" for name in names]
+    assert capsys.readouterr().out == ""
+
+
+def test_names_are_as_the_config_gives_them(tmp_path, monkeypatch):
+    written(tmp_path, "texts/a.txt", "texts/b/c.txt")
+    monkeypatch.chdir(tmp_path)
+    for pattern in ("texts", "texts/**/*.txt", "t*s/**"):
+        names = [str(file) for file in source_files(DataConfig(f"text:{pattern}"))]
+        assert names == ["texts/a.txt", "texts/b/c.txt"]
+
+
+def test_files_of_all_ends_of_their_kind(tmp_path):
+    ends = [".jsonl", ".ndjson", ".jl", ".jsonl.gz", ".json.gz", ".jsonl.zstd", ".jl.gzip"]
+    written(tmp_path, "z.json", *(f"{number}{end}" for number, end in enumerate(ends)))
+    assert found(tmp_path, ".", source="jsonl") == sorted(f"{n}{end}" for n, end in enumerate(ends))
+    written(tmp_path, "a.parquet", "b.parq", "c.pq", "d.parquet.gz")
+    assert found(tmp_path, ".", source="parquet") == ["a.parquet", "b.parq", "c.pq"]
+
+
+def test_what_is_not_there_is_a_line(tmp_path):
+    (tmp_path / "a.log").touch()
     with pytest.raises(UserError, match="missing.txt' names no text file: correct the path$"):
-        found("a.txt", "missing.txt")
+        found(tmp_path, "missing.txt")
     here = f"paths count from the folder that you start in, {re.escape(os.getcwd())}$"
     for source in ("text:mine.txt", "text:no/*.txt", "jsonl:../mine.jsonl"):
         with pytest.raises(UserError, match=f"names no (text|jsonl) file: {here}"):
             source_files(DataConfig(source=source))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="a folder gives its .txt and .md files"):
-        found("empty")
+    with pytest.raises(UserError, match="gives its .txt, .md files, 1 file .the first: .*a.log"):
+        found(tmp_path, ".")
     with pytest.raises(UserError, match="data.source: .* names no parquet file"):
-        found("a.txt", source=f"parquet:{tmp_path}/*.parquet")
+        found(tmp_path, source=f"parquet:{tmp_path}/*.parquet")
 
 
-@pytest.mark.parametrize(
-    "source,below",
-    [("text:{}/**", ""), ("text:{}/a/*/x?", "/a"), ("text:{}", "")],
-)
-def test_a_long_walk_is_told_with_its_place(tmp_path, monkeypatch, capsys, source, below):
+@FULL
+def test_a_folder_of_an_object_store_gives_the_same():
+    with s3_server():
+        address = f"s3://{BUCKET}/folder"
+        files = store_of(ObjectPath(address))
+        names = ["a.txt", "b/c.txt", ".d/e.txt", "b/.f.txt"]
+        for name in names:
+            files.pipe_file(f"{address}/{name}", b"text")
+        for pattern in (address, f"{address}/**/*.txt", f"{address}/**"):
+            given = matching_files(pattern, "text", "data.source")
+            assert [str(file) for file in given] == [f"{address}/{name}" for name in names[:2]]
+
+
+def test_a_long_walk_is_told_with_its_place(tmp_path, monkeypatch, capsys):
     """However long it takes: it ends here when that was said."""
     said = threading.Event()
 
@@ -133,32 +180,12 @@ def test_a_long_walk_is_told_with_its_place(tmp_path, monkeypatch, capsys, sourc
     monkeypatch.setattr(console, "say", say)
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: said.wait(60) and scandir(path))
-    source = source.format(tmp_path)
     with pytest.raises(UserError, match="names no text file"):
-        source_files(DataConfig(source=source))
-    place = source.partition(":")[2]
+        source_files(DataConfig(source=f"text:{tmp_path}/**"))
+    place = f"{tmp_path}/**"
     assert capsys.readouterr().err == (
-        f"data.source: looking for {place!r} in all folders below {tmp_path}{below}"
+        f"data.source: looking for {place!r} in all folders below {tmp_path}"
     )
-
-
-def test_pieces_hold_every_byte_once(tmp_path):
-    sizes = {"a.txt": 10, "b.txt": 20, "c.txt": 250, "d.txt.gz": 250, "e.txt": 100, "f.txt": 0}
-    for name, size in sizes.items():
-        (tmp_path / name).write_bytes(b"x" * size)
-    config = DataConfig(source="text", files=[str(tmp_path)])
-    pieces = [
-        [(each.name.rpartition("/")[2], each.begin, each.end, each.size) for each in piece]
-        for piece in corpus_pieces(config, Sizes(piece=100))
-    ]
-    assert pieces == [
-        [("a.txt", 0, None, 10), ("b.txt", 0, None, 20)],
-        [("c.txt", 0, 83, 83)],
-        [("c.txt", 83, 166, 83)],
-        [("c.txt", 166, 250, 84)],
-        [("d.txt.gz", 0, None, 250)],  # which cannot be cut
-        [("e.txt", 0, None, 100), ("f.txt", 0, None, 0)],
-    ]
 
 
 def test_stdlib_has_text_everywhere():
@@ -175,9 +202,6 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, package, sour
     from torchmars.data.prepare import prepare_shards
 
     monkeypatch.setitem(sys.modules, package, None)
-    # As in a process that has not imported it yet.
-    monkeypatch.delitem(sys.modules, "torchmars.data.hub", raising=False)
-    monkeypatch.delattr("torchmars.data.hub", raising=False)
     (tmp_path / "a.parquet").write_bytes(b"x")
     source = source.format(tmp_path / "a.parquet")
     needed = f"needs the package {package}: {install_command('data')}"

@@ -290,7 +290,7 @@ def test_validation_files_validate_whatever_their_names(tmp_path, kind):
         assert [shard.file for shard in splits[name].shards] == [
             str(folder / f"{each}{end}") for each in shards
         ]
-    with pytest.raises(UserError, match="prepared with data.validation_files = .*, the config"):
+    with pytest.raises(UserError, match="prepared with data.validation_files = .*, now it is"):
         prepare_shards(config_of(tmp_path, source).data)
     with pytest.raises(UserError, match="data.validation_files: 'none' names no file of tokens"):
         other = str(tmp_path / "other")

@@ -96,7 +96,7 @@ def test_a_manifest_of_this_version_that_was_altered_is_named(tmp_path):
     prepare_data(config)
     file = tmp_path / "shards" / "manifest.json"
     whole = file.read_text()
-    for old, new in (("bytes", "bites"), ("shards-5", "shards-1"), ('"dtype"', '"dtypes"')):
+    for old, new in (("bytes", "bites"), ("shards-6", "shards-1"), ('"dtype"', '"dtypes"')):
         file.write_text(whole.replace(old, new))
         with pytest.raises(UserError, match="altered: it does not match its own checksum"):
             prepare_data(config)

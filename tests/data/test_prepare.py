@@ -1,8 +1,10 @@
 """The same shards however they are made: any processes and tasks, and after any kill."""
 
 import json
+import multiprocessing
 import os
 import random
+import select
 import signal
 import sys
 from dataclasses import replace
@@ -19,19 +21,14 @@ from torchmars.commands import prepare as command
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
-from torchmars.data import writer
-from torchmars.data.corpus import Sizes, load_dataset
-from torchmars.data.corpus_plan import place_in_array, plan_corpus
+from torchmars.data.corpus import Sizes
+from torchmars.data.documents import Encoder, TextPart
+from torchmars.data.hub import load_dataset
 from torchmars.data.manifest import read_manifest
-from torchmars.data.prepare import begin_folder, prepare_task
+from torchmars.data.prepare import begin_plan, place_in_array, prepare_task, start_pool
 from torchmars.data.shards import check_shards
 
 SIZES = Sizes(piece=3000, block=700, document=2000, shard_tokens=1000)
-
-
-@pytest.fixture(autouse=True)
-def always_durable(monkeypatch):
-    monkeypatch.setattr(writer, "SAVE_SECONDS", 0.0)
 
 
 def texts(count, seed=0):
@@ -61,6 +58,7 @@ def made(config, name, tasks=1, **changes):
     config = replace(config, path=str(Path(config.path).parent / name), **changes)
     for task in range(tasks):
         prepare_task(config, task, tasks, SIZES)
+    assert not list(Path(config.path).parent.glob("*.lock"))
     return files_of(config)
 
 
@@ -89,6 +87,10 @@ def test_shards_hold_every_document_once_in_its_split(config):
     assert not set(train) & set(validation) and 5 < len(validation) < 40
     assert len([name for name in names if name.startswith("train-00000")]) > 1
     damaged = (Path(config.path) / "damaged.jsonl").read_text().splitlines()
+    assert [Path(file).name for file in read_manifest(Path(config.path)).corpus] == [
+        "a.jsonl",
+        "b.jsonl.gz",
+    ]
     assert [(Path(each["file"]).name, each["place"]) for each in map(json.loads, damaged)] == [
         ("a.jsonl", "line 8"),
         ("b.jsonl.gz", "line 11"),
@@ -156,18 +158,16 @@ def test_processes_that_are_started_on_the_same_pieces_take_turns(config):
 
 
 def test_what_is_done_is_not_done_again(config, monkeypatch):
-    """After a kill only the blocks under way are tokenised anew."""
-    from torchmars.data.documents import Encoder
-
+    """After a kill only the pieces under way are tokenised anew."""
     one = made(config, "one")
     encode, blocks = Encoder.encode, []
     monkeypatch.setattr(
-        Encoder, "encode", lambda self, block: blocks.append(block.end) or encode(self, block)
+        Encoder, "encode", lambda self, block: blocks.append(block) or encode(self, block)
     )
     made(config, "again")
     whole = len(blocks)
     killed = replace(config, path=config.path + "-killed")
-    assert in_a_fork(lambda: prepare_task(killed, 0, 1, SIZES), 40) == -signal.SIGKILL
+    assert in_a_fork(lambda: prepare_task(killed, 0, 1, SIZES), 12) == -signal.SIGKILL
     blocks.clear()
     prepare_task(killed, 0, 1, SIZES)
     assert 0 < len(blocks) < whole and files_of(killed) == one
@@ -178,23 +178,50 @@ def test_a_start_with_another_plan_is_one_line(config, tmp_path):
         prepare_task(config, task, 3, SIZES)
     for changes, message in (
         ({"validation_fraction": 0.1}, "was begun with data.validation_fraction = 0.2, now it is"),
-        ({"tokenizer": "gpt2"}, 'was begun with data.tokenizer = "bytes"'),
+        ({"tokenizer": "gpt2"}, 'was begun with data.tokenizer = "bytes", now it is "gpt2"'),
     ):
         with pytest.raises(UserError, match=message):
             prepare_task(replace(config, **changes), 2, 3, SIZES)
     (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(UserError, match=r"changed since .*a.jsonl: put it back, or remove the"):
+    with pytest.raises(UserError, match="begun with .*a.jsonl = .*, now it is .2 bytes.*remove"):
         prepare_task(config, 2, 3, SIZES)
 
 
-def test_damage_beyond_the_limit_is_one_line_and_a_higher_limit_goes_on(config):
-    one = made(config, "one")
-    strict = replace(config, path=config.path + "-strict", max_damaged=1)
-    for _ in range(2):
-        with pytest.raises(UserError, match="has 2 damaged records .* data.max_damaged = 1"):
-            prepare_task(strict, 0, 1, SIZES)
-    assert prepare_task(replace(strict, max_damaged=2), 0, 1, SIZES)
-    assert files_of(strict) == one
+def block_of(*texts):
+    return [TextPart("a.txt", "\n<|endoftext|>\n".join(texts).encode())]
+
+
+def test_processes_end_with_the_body_and_one_that_is_killed_is_a_line():
+    encoder = Encoder("text", "text", "bytes", 0.1, "uint16", 2**20)
+    before, main = set(multiprocessing.active_children()), sys.modules["__main__"]
+    with start_pool(encoder, 2) as submit:
+        expected = encoder.encode(block_of("a", "b")).documents
+        assert submit(block_of("a", "b")).result().documents == expected
+        assert not os.getenv("PYTHONSAFEPATH") and sys.modules["__main__"] is main
+    with pytest.raises(UserError, match="a process that tokenises has died: start again"):
+        with start_pool(encoder, 2) as submit:
+            submit(block_of("a")).result()
+            [worker] = set(multiprocessing.active_children()) - before
+            os.kill(worker.pid, signal.SIGINT)  # Ctrl-C is for this process
+            assert submit(block_of("a")).result()
+            worker.kill()
+            while True:
+                submit(block_of("a")).result()
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_processes_end_with_the_one_that_started_them():
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        with start_pool(Encoder("text", "text", "bytes", 0.1, "uint16", 2**20), 2) as submit:
+            submit(block_of("a")).result()
+            [worker] = multiprocessing.active_children()
+            os.write(writer, str(worker.pid).encode())
+            signal.pause()
+    worker = os.pidfd_open(int(os.read(reader, 100)))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert select.select([worker], [], [], 60)[0]  # readable once it has ended
 
 
 def test_long_documents_are_cut_at_line_ends(tmp_path):
@@ -349,21 +376,6 @@ def test_a_local_folder_of_parquet_and_as_a_data_set(tmp_path, monkeypatch):
             prepare_task(replace(config, source=source, path=path), 0, 1, SIZES)
 
 
-def test_a_parquet_file_that_is_cut_short_is_one_damaged_record(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts(20)}), tmp_path / "a.parquet")
-    content = (tmp_path / "a.parquet").read_bytes()
-    (tmp_path / "b.parquet").write_bytes(content[: len(content) // 2])
-    config = DataConfig(f"parquet:{tmp_path}", path=str(tmp_path / "shards"), processes=1)
-    config = replace(config, validation_fraction=0.3).resolve()
-    made(config, "shards")
-    [damaged] = [json.loads(line) for line in (tmp_path / "shards" / "damaged.jsonl").open()]
-    assert damaged["place"] == "row 1" and "cannot be read" in damaged["reason"]
-    assert len(documents_of(config, "train") + documents_of(config, "validation")) >= 20
-
-
 def prepare(monkeypatch, *args):
     monkeypatch.setattr(sys, "argv", ["prepare", *args])
     command.main()
@@ -431,15 +443,13 @@ def array_variables(number, numbers):
 def test_tasks_of_an_array_that_are_submitted_again_keep_their_numbers(
     tmp_path, began, again, places
 ):
-    (tmp_path / "plan.json").touch()
-
     def place(number, numbers):
         found = scheduler.task_of_array(array_variables(number, numbers))
         return place_in_array(tmp_path, *found)
 
     assert [place(number, began)[0] for number in began] == [*range(len(began))]
     found = [place(number, again) for number in again]
-    assert found == [(place, max(len(began), max(places) + 1)) for place in places]
+    assert found == [(place, max(len(began), len(again))) for place in places]
 
 
 @pytest.mark.parametrize(
@@ -448,13 +458,11 @@ def test_tasks_of_an_array_that_are_submitted_again_keep_their_numbers(
         (None, [3, 7], "task 7 of the array: the tasks that began .* are not known: say which"),
         (range(8), [3, 9], "task 9 of the array: the tasks that began .* were 0 to 7: say which"),
         (range(0, 8, 2), [0, 3], "task 3 of the array: .* were 0 to 6"),
-        (range(8), range(4, 12), "task 11 of the array: .* were 0 to 7: say .* --task and --tasks"),
     ],
 )
 def test_tasks_of_an_array_whose_numbers_nobody_knows_are_asked_for(
     tmp_path, began, again, message
 ):
-    (tmp_path / "plan.json").touch()
     for number in began or []:
         place_in_array(tmp_path, *scheduler.task_of_array(array_variables(number, began)))
     with pytest.raises(UserError, match=message):
@@ -479,30 +487,21 @@ def test_slurm_says_which_task_this_is():
     assert scheduler.task_of_step(script) == (0, 1)
 
 
-@pytest.mark.parametrize("theirs", ["notes.txt", "plan.json.d/x", "weights.bin", ""])
-def test_a_folder_of_others_is_not_taken_for_one_cut_short(config, tmp_path, theirs):
-    partial = tmp_path / "one.partial"
-    file = partial / theirs
+@pytest.mark.parametrize("name", ["one.partial/notes.txt", "one/weights.bin", "one.partial"])
+def test_a_folder_of_others_is_not_taken_for_one_cut_short(config, tmp_path, name):
+    file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("x")
-    with pytest.raises(UserError, match="is where the corpus is made, and .* is not of one: move"):
+    with pytest.raises(UserError, match="holds .*, but no manifest.json or plan.json: move it"):
         prepare_task(config, 0, 1, SIZES)
     assert file.read_text() == "x"
 
 
-@pytest.mark.parametrize("name", ["one.lock", "one.partial/piece-00000.lock"])
+@pytest.mark.parametrize("name", ["one.lock", "one.partial/part-00000.lock"])
 def test_a_link_beside_or_in_a_folder_that_is_made_is_refused(config, tmp_path, name):
     (tmp_path / "thesis").write_text("by nobody else")
-    begin_folder(plan_corpus(config, SIZES), tmp_path / "one")
+    begin_plan(config, tmp_path / "one", tmp_path / "one.partial", SIZES)
     (tmp_path / name).symlink_to(tmp_path / "thesis")
     with pytest.raises(UserError, match=f"{Path(name).name} is "):
         prepare_task(config, 0, 1, SIZES)
     assert (tmp_path / "thesis").read_text() == "by nobody else"
-
-
-def test_a_removal_that_was_cut_short_is_ended(config, tmp_path):
-    (tmp_path / "one.partial").mkdir()
-    for name in ("piece-00000.lock", "train-00000-000.bin", "manifest.json.partial"):
-        (tmp_path / "one.partial" / name).touch()
-    assert prepare_task(config, 0, 1, SIZES) is not None
-    assert not (tmp_path / "one.partial").exists()

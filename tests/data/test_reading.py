@@ -1,9 +1,11 @@
-"""A corpus is read alike whole, in ranges, compressed, and from any block on."""
+"""A corpus is read alike whole, in ranges and compressed, whatever its files are called."""
 
 import bz2
 import gzip
 import json
 import lzma
+import re
+import tracemalloc
 
 import pytest
 import zstandard
@@ -12,25 +14,25 @@ from hypothesis import strategies as st
 
 from tests.support.full import full_but
 from torchmars.config.source import parse_source
-from torchmars.data.corpus import Input, Sizes, ranges
+from torchmars.data.corpus import Input, Sizes
 from torchmars.data.documents import (
     Damage,
     Encoder,
-    TextBlock,
     TextPart,
     decode,
     documents_in,
     lines_of,
     place_in_file,
 )
-from torchmars.data.reading import COMPRESSED_CHUNK, read_compressed, read_piece
+from torchmars.data.reading import corpus_pieces, read_piece, text_ranges
 
 LONGEST = 60
+SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0mars"  # a frame of zstd without content
 PACKED = {
     ".gz": gzip.compress,
     ".xz": lzma.compress,
     ".bz2": bz2.compress,
-    ".zst": zstandard.ZstdCompressor().compress,
+    ".zst": lambda content: SKIPPED + zstandard.ZstdCompressor().compress(content),
 }
 lines = st.lists(
     st.sampled_from(
@@ -58,16 +60,14 @@ def expected_texts(content):
     return [each for each in [*found, document] if each is None or each.strip()]
 
 
-def found_in(inputs, kind, block, resume=True):
-    """What is read of a piece; where it is begun anew at each block, this gives the same."""
-    source, sizes = parse_source(kind), Sizes(block=block, document=LONGEST)
-    blocks = list(read_piece(inputs, source, (0, 0, 0), sizes))
-    if resume:
-        for number, each in enumerate(blocks):
-            rest = list(read_piece(inputs, source, each.end, sizes))
-            assert str(rest) == str(blocks[number + 1 :])  # no two `Damage` are equal
+def blocks_of(piece, kind, block=2**21, document=LONGEST):
+    return list(read_piece(piece, parse_source(kind), Sizes(block=block, document=document)))
+
+
+def found_in(piece, kind, block=2**21):
+    """The records of a piece; one that is damaged is None."""
     found = []
-    for part in (part for each in blocks for part in each.parts):
+    for part in (part for each in blocks_of(piece, kind, block) for part in each):
         records = enumerate(part.content)
         if isinstance(part.content, bytes):
             records = (
@@ -84,7 +84,7 @@ def found_in(inputs, kind, block, resume=True):
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_a_file_is_read_alike_however_it_is_cut(tmp_path_factory, kind, content, block, size, pack):
     folder = tmp_path_factory.getbasetemp()
-    file, packed = folder / "a.txt", folder / f"a.txt{pack}"
+    file, packed = folder / "a.txt", folder / "b.txt"
     file.write_bytes(content)
     packed.write_bytes(PACKED[pack](content))
     expected = (
@@ -96,27 +96,60 @@ def test_a_file_is_read_alike_however_it_is_cut(tmp_path_factory, kind, content,
     assert found_in([whole], kind, block) == expected
     assert found_in([whole, whole], kind, block) == expected * 2
     assert found_in([Input(str(packed), 1)], kind, block) == expected
-    parts = ranges(whole, size) if content else []
+    parts = text_ranges(whole, kind, size)
+    assert sum(part.size for part in parts) == whole.size
     assert sum((found_in([part], kind, block) for part in parts), []) == expected
+
+
+RECORDS = [json.dumps({"text": f"{n * n * n * 7919 % 10007}"}) + "\n" for n in range(1000)]
 
 
 @pytest.mark.parametrize("pack", PACKED)
 def test_files_of_several_streams_and_files_cut_short(tmp_path, pack):
     file = tmp_path / f"a.jsonl{pack}"
-    numbers = range(1000)
-    lines = [json.dumps({"text": f"{n * n * n * 7919 % 10007}"}) + "\n" for n in numbers]
-    halves = ["".join(lines[:500]).encode(), "".join(lines[500:]).encode()]
-    packed = [PACKED[pack](half) for half in halves]
+    packed = [PACKED[pack]("".join(half).encode()) for half in (RECORDS[:500], RECORDS[500:])]
     file.write_bytes(b"".join(packed))
-    assert found_in([Input(str(file), 1)], "jsonl", 1000) == "".join(lines).encode().split()[:0] + [
-        line.strip().encode() for line in lines
-    ]
+    expected = [line.strip().encode() for line in RECORDS]
+    assert found_in([Input(str(file), 1)], "jsonl") == expected
     file.write_bytes(b"".join(packed)[: -len(packed[1]) // 2])
-    found = found_in([Input(str(file), 1)], "jsonl", 1000)
-    assert 500 <= len(found) < 1000 and found[-1] is None
-    assert found[:-1] == [line.strip().encode() for line in lines[: len(found) - 1]]
+    found = found_in([Input(str(file), 1)], "jsonl")
+    assert 500 <= len(found) < 1000 and found == [*expected[: len(found) - 1], None]
     file.write_bytes(packed[0] + b"junk" * 100)
-    assert found_in([Input(str(file), 1)], "jsonl", 1000)[500:] == [None]
+    assert found_in([Input(str(file), 1)], "jsonl")[500:] == [None]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_the_first_bytes_say_how_a_file_is_compressed_not_its_name(tmp_path, name):
+    expected, content = [line.strip().encode() for line in RECORDS], "".join(RECORDS).encode()
+    for number, packed in enumerate(
+        [
+            content,
+            *(pack(content) for pack in PACKED.values()),
+            gzip.compress(gzip.compress(content)),
+            lzma.compress(PACKED[".zst"](content)),
+        ]
+    ):
+        (tmp_path / name).write_bytes(packed)
+        whole = Input(str(tmp_path / name), len(packed))
+        cut = text_ranges(whole, "jsonl", 5000)
+        assert len(cut) > 1 if number == 0 else cut == [whole]
+        assert found_in([whole], "jsonl") == expected
+
+
+@pytest.mark.parametrize(
+    "content,reason",
+    [
+        (gzip.compress(gzip.compress(gzip.compress(gzip.compress(b"a")))), "more than 3 times"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "git lfs pull"),
+        (gzip.compress(b"a" * 100)[:-9], "cut short"),
+        (gzip.compress(b"a" * 100)[:-8] + bytes(8), "cannot be decompressed"),
+    ],
+)
+def test_a_file_that_cannot_be_read_to_its_end_is_told_as_one(tmp_path, content, reason):
+    (tmp_path / "a.txt").write_bytes(content)
+    [[part]] = blocks_of([Input(str(tmp_path / "a.txt"), len(content))], "text")
+    [damage] = encoder("text").encode([part]).damaged
+    assert damage.rest and damage.place == "line 1" and reason in damage.reason
 
 
 def zstd_bomb(blocks):
@@ -134,14 +167,15 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("pack", full_but([".gz", ".xz", ".zst"], PACKED))
-def test_a_bomb_comes_out_in_small_pieces(tmp_path, pack):
-    file = tmp_path / f"a.txt{pack}"
+@pytest.mark.parametrize("pack", full_but([".gz", ".zst"], PACKED))
+def test_a_bomb_takes_no_memory(tmp_path, pack):
+    file = tmp_path / "a.txt"
     file.write_bytes(BOMBS[pack]())
-    assert file.stat().st_size < 2**17
-    with file.open("rb") as stream:
-        sizes = [len(each) for each in read_compressed(stream, 0)]
-    assert max(sizes) <= Sizes().block + COMPRESSED_CHUNK and 2**26 <= sum(sizes) <= 2**26 + 2
+    tracemalloc.start()
+    [[part]] = blocks_of([Input(str(file), file.stat().st_size)], "text", document=2**20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "longer than" in str(part.content[0]) and peak < 2**24
 
 
 def encoder(kind="jsonl", **changes):
@@ -158,8 +192,9 @@ def encoder(kind="jsonl", **changes):
 
 @pytest.mark.parametrize("kind,line", [("jsonl", b'{"text": "a fox"}\n'), ("text", b"a fox\n")])
 def test_a_byte_order_mark_is_no_part_of_a_record(kind, line):
-    parts = [TextPart("a", each, 0) for each in (b"\xef\xbb\xbf" + line, line)]
-    marked, plain = (encoder(kind).encode(TextBlock([part], (0, 0, 0), 0)) for part in parts)
+    marked, plain = (
+        encoder(kind).encode([TextPart("a", each)]) for each in (b"\xef\xbb\xbf" + line, line)
+    )
     assert not marked.damaged and marked.text == plain.text
     for split, tokens in plain.tokens.items():
         assert marked.tokens[split].tolist() == tokens.tolist()
@@ -170,21 +205,23 @@ def test_a_byte_order_mark_is_no_part_of_a_record(kind, line):
     [
         (b'{"text": "a', "it is no JSON"),
         (b'["text"]', "no text in its field 'text'"),
-        (b'{"other": "a"}', "no text in its field 'text'"),
+        (b'{"raw": "a", "id": 1}', "no text in its field 'text', but in 'raw': name it"),
         (b'{"text": 1}', "no text in its field 'text'"),
         (b'{"text": ' + b"9" * 5000 + b"}", "longer than 60 bytes"),
-        (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"text": "\xff"}', "not UTF-8 .*LATIN1"),
+        (b"\xff\xfe{", "not UTF-8 .*if it is UTF-16"),
+        (b"{\0'\0", "no JSON .*UTF-16"),
         (b'{"text": "\\ud800"}', "half of a surrogate pair"),
         (b"[" * 50, "no JSON"),
     ],
 )
 def test_damaged_records_are_named(record, message):
     part = TextPart("a.jsonl", b'{"text": "good"}\n\n' + record + b'\n{"text": "good"}\n', 10)
-    done = encoder().encode(TextBlock([part], (0, 0, 0), 0))
+    done = encoder().encode([part])
     assert sum(done.documents.values()) == 2
     [damaged] = done.damaged
-    assert damaged["file"] == "a.jsonl" and damaged["place"] == "line 13"
-    assert message in damaged["reason"]
+    assert damaged.file == "a.jsonl" and damaged.place == "line 13" and not damaged.rest
+    assert re.search(message, damaged.reason)
 
 
 def test_places_are_as_a_person_counts():
@@ -197,31 +234,52 @@ def test_copies_of_a_document_are_in_one_split():
     texts = [f"text {number}" for number in range(2000)]
     splits = [encoder().split_of(text.encode()) for text in texts]
     assert 900 < splits.count("validation") < 1100  # 4 sigma are 90
-    assert splits == [encoder().split_of(text.encode()) for text in texts]
     fewer = [encoder(validation_fraction=0.25).split_of(text.encode()) for text in texts]
     assert all(a == "validation" for a, b in zip(splits, fewer) if b == "validation")
 
 
 def test_line_ends_of_other_systems():
-    part = TextPart("a.txt", b"one\r\ntwo\rthree", 0)
-    [(_, raw)] = encoder("text").records(part)
+    [(_, raw)] = encoder("text").records(TextPart("a.txt", b"one\r\ntwo\rthree"))
     assert encoder("text").read(raw) == "one\ntwo\nthree"
     assert decode("é".encode()) == "é"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_a_line_of_100_megabytes_is_one_damaged_record(tmp_path, kind):
+def test_a_line_of_many_megabytes_is_one_damaged_record(tmp_path, kind):
     record = b'{"text": "%s"}\n' if kind == "jsonl" else b"%s\n<|endoftext|>\n"
-    texts = [b"a fox", b" " * 10**8 + b"x", b"the hill"]
-    file = tmp_path / f"a.{kind}"
-    file.write_bytes(b"".join(record % text for text in texts))
-    blocks = read_piece(
-        [Input(str(file), file.stat().st_size)], parse_source(kind), (0, 0, 0), Sizes()
-    )
-    done = [encoder(kind, longest=Sizes().document).encode(block) for block in blocks]
+    file = tmp_path / "a"
+    file.write_bytes(b"".join(record % text for text in (b"fox", b" " * 10**7 + b"x", b"hill")))
+    whole = Input(str(file), file.stat().st_size)
+    blocks = blocks_of([whole], kind, block=1000, document=2**20)
+    done = [encoder(kind, longest=2**20).encode(block) for block in blocks]
     assert sum(sum(each.documents.values()) for each in done) == 2
     [damaged] = [record for each in done for record in each.damaged]
-    assert (
-        damaged["place"].startswith("line ") and "longer than 33,554,432 bytes" in damaged["reason"]
-    )
+    assert damaged.place == f"line {2 if kind == 'jsonl' else 3}"
+    assert "longer than 1,048,576 bytes" in damaged.reason
+    assert sum(part.read for block in blocks for part in block) == whole.size
+
+
+def test_pieces_hold_every_byte_once(tmp_path):
+    contents = {
+        "a.jsonl": b"x" * 10,
+        "b.jsonl": b"x" * 20,
+        "c.jsonl": b"1234567890123456789\n" * 12 + b"1234567890",
+        "d.jsonl": gzip.compress(bytes(range(256)) * 2),
+        "e.jsonl": b"x" * 100,
+        "f.jsonl": b"",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    files = {str(tmp_path / name): len(content) for name, content in contents.items()}
+    pieces = [
+        [(each.name.rpartition("/")[2], each.begin, each.end, each.size) for each in piece]
+        for piece in corpus_pieces(parse_source("jsonl"), files, Sizes(piece=100))
+    ]
+    assert pieces == [
+        [("a.jsonl", 0, None, 10), ("b.jsonl", 0, None, 20)],
+        [("c.jsonl", 0, 120, 120)],
+        [("c.jsonl", 120, 240, 120)],
+        [("c.jsonl", 240, 250, 10)],
+        [("d.jsonl", 0, None, len(contents["d.jsonl"]))],  # which cannot be cut
+        [("e.jsonl", 0, None, 100), ("f.jsonl", 0, None, 0)],
+    ]

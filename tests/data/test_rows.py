@@ -1,6 +1,9 @@
 """Tables: every type in which text lies in them, and what is told before any work is done."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +12,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.support.commands import ROOT
 from tests.support.full import full_but
 from torchmars.config import DataConfig
+from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.data import prepare
+from torchmars.data.corpus import Input, Sizes
 from torchmars.data.manifest import read_manifest
+from torchmars.data.rows import parquet_parts, row_groups
 
 TEXTS = ["a fox", "é \u2028 \0", "", "the hill"]
 
@@ -31,11 +38,11 @@ def write(folder, name="a.parquet", column=None, **options):
 
 def prepared(folder, source="parquet:{}", **changes):
     """The documents that a preparation reads, in order, and the records that are damaged."""
-    shards = folder / "shards"
+    shards = Path(changes.get("path", folder / "shards"))
     config = DataConfig(source.format(folder), path=str(shards), validation_fraction=1e-12)
     prepare.prepare_shards(replace(config, processes=1, **changes).resolve())
-    files = [shards / each.file for each in read_manifest(shards).splits["train"].shards]
-    files.append(shards / "validation-tail.bin")
+    splits = read_manifest(shards).splits.values()
+    files = [shards / each.file for split in splits for each in split.shards]
     tokens = np.concatenate([np.fromfile(file, "<u2") for file in files])
     parts = np.split(tokens, np.flatnonzero(tokens == 256) + 1)[:-1]
     damaged = shards / "damaged.jsonl"
@@ -45,41 +52,37 @@ def prepared(folder, source="parquet:{}", **changes):
     ]
 
 
-def encoded(texts):
-    return [text.encode() for text in texts]
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()])
+def test_text_of_both_types_is_read(tmp_path, kind):
+    write(tmp_path, column=pyarrow.array(TEXTS, kind))
+    assert prepared(tmp_path) == ([text for text in TEXTS if text], [])
 
 
-TYPES = {
-    "string": pyarrow.array(TEXTS),
-    "large_string": pyarrow.array(TEXTS, pyarrow.large_string()),
-    "string_view": pyarrow.array(TEXTS, pyarrow.string_view()),
-    "binary": pyarrow.array(encoded(TEXTS)),
-    "large_binary": pyarrow.array(encoded(TEXTS), pyarrow.large_binary()),
-    "binary_view": pyarrow.array(encoded(TEXTS), pyarrow.binary_view()),
-    "dictionary": pyarrow.array(TEXTS).dictionary_encode(),
-    "dictionary of bytes": pyarrow.array(encoded(TEXTS)).dictionary_encode(),
-    "json": pyarrow.array(TEXTS, pyarrow.json_(pyarrow.large_string())),
-    "extension": pyarrow.ExtensionArray.from_storage(
-        pyarrow.opaque(pyarrow.string(), "x", "y"), pyarrow.array(TEXTS)
-    ),
-}
+def test_values_that_are_null_or_no_utf8_are_damaged_records(tmp_path):
+    raw = pyarrow.array([b"abc", b"\xff\xfe\xfd", None, b"def"])
+    write(tmp_path, column=raw.view("string"))
+    texts, damaged = prepared(tmp_path)
+    assert texts == ["abc", "def"] and [each[:2] for each in damaged] == [
+        ("a.parquet", "row 2"),
+        ("a.parquet", "row 3"),
+    ]
+    assert "not UTF-8" in damaged[0][2] and "no text in its field 'text'" in damaged[1][2]
 
 
-@pytest.mark.parametrize("stored", full_but([False], [True, False]))  # Arrow's own types too
-@pytest.mark.parametrize("kind", TYPES)
-def test_text_of_every_type_is_read(tmp_path, kind, stored):
-    write(tmp_path, column=TYPES[kind], store_schema=stored)
-    read = pyarrow.parquet.read_table(tmp_path / "a.parquet")["text"].to_pylist()
-    expected = [each.decode() if isinstance(each, bytes) else each for each in read]
-    assert expected == TEXTS
-    assert prepared(tmp_path) == ([text for text in expected if text], [])
-
-
-def test_text_of_a_fixed_size_and_bytes_that_are_none(tmp_path):
-    write(tmp_path, column=pyarrow.array([b"abc", b"\xff\xfe\xfd", b"def"], pyarrow.binary(3)))
-    texts, [damage] = prepared(tmp_path)
-    assert texts == ["abc", "def"]
-    assert damage[:2] == ("a.parquet", "row 2") and "not UTF-8" in damage[2]
+def test_runs_of_row_groups_are_read_as_the_whole_file(tmp_path):
+    texts = [f"text {number} " * (number % 50 + 1) for number in range(500)]
+    write(tmp_path, column=pyarrow.array(texts), row_group_size=7, compression="none")
+    whole = Input(str(tmp_path / "a.parquet"), (tmp_path / "a.parquet").stat().st_size)
+    source, sizes = parse_source("parquet:a"), Sizes(block=300)
+    for size in (1000, 5000, 10**6):
+        runs = row_groups(whole, "text", size)
+        assert sum(run.size for run in runs) == whole.size and (len(runs) > 3) == (size < 10**6)
+        parts = [part for run in runs for part in parquet_parts(run, source, sizes)]
+        assert [value.decode() for part in parts for value in part.content] == texts
+        assert [part.first for part in parts] == [
+            sum(len(part.content) for part in parts[:number]) for number in range(len(parts))
+        ]
+        assert sum(part.read for part in parts) == whole.size
 
 
 COMPRESSIONS = ["snappy", "gzip", "brotli", "zstd", "lz4", "none"]
@@ -91,8 +94,7 @@ def test_shards_of_other_schemas_empty_ones_and_other_compressions(tmp_path, com
         pyarrow.array(["one"]),
         pyarrow.array([], pyarrow.string()),
         pyarrow.array(["two"], pyarrow.large_string()),
-        pyarrow.array([]),  # of no type, without rows
-        pyarrow.array(["three"]).dictionary_encode(),
+        pyarrow.array(["three"]),
     ]
     for number, column in enumerate(columns):
         write(tmp_path, f"{number}.parquet", column, compression=compression)
@@ -100,17 +102,6 @@ def test_shards_of_other_schemas_empty_ones_and_other_compressions(tmp_path, com
         for text in (["four"], [], ["five"]):
             file.write_table(table_of(pyarrow.array(text, pyarrow.string())), row_group_size=1)
     assert prepared(tmp_path) == (["one", "two", "three", "four", "five"], [])
-
-
-@pytest.mark.parametrize("kind", [pyarrow.null(), pyarrow.string(), pyarrow.large_binary()])
-def test_a_shard_whose_column_is_all_null_is_one_damaged_record(tmp_path, kind):
-    write(tmp_path, "a.parquet")
-    write(tmp_path, "b.parquet", pyarrow.array([None] * 500, kind), row_group_size=100)
-    write(tmp_path, "c.parquet", pyarrow.array(["last", None]))
-    texts, damaged = prepared(tmp_path, max_damaged=2)
-    assert texts == [text for text in TEXTS if text] + ["last"]
-    assert [each[:2] for each in damaged] == [("b.parquet", "row 1"), ("c.parquet", "row 2")]
-    assert "its column 'text' is null in all 500 rows" in damaged[0][2]
 
 
 def test_columns_whose_names_look_like_others(tmp_path):
@@ -133,17 +124,9 @@ MISTAKES = {
         lambda folder: write(folder, "b.parquet", pyarrow.array([1])),
         "the column 'text' of .*b.parquet is int64, not text",
     ),
-    "list": (
-        lambda folder: write(folder, "b.parquet", pyarrow.array([["a"]])),
-        "is list<element: string>, not text",
-    ),
-    "struct": (
-        lambda folder: write(folder, "b.parquet", pyarrow.array([{"text": "a"}])),
-        "is struct<text: string>, not text",
-    ),
-    "uuid": (
-        lambda folder: write(folder, "b.parquet", pyarrow.array([b"a" * 16], pyarrow.uuid())),
-        "is extension<arrow.uuid>, not text",
+    "dictionary": (
+        lambda folder: write(folder, "b.parquet", pyarrow.array(["a"]).dictionary_encode()),
+        "is dictionary<.*, not text .string or large_string.: name another",
     ),
     "twice": (
         lambda folder: pyarrow.parquet.write_table(
@@ -165,13 +148,40 @@ def test_columns_are_looked_at_before_any_work(tmp_path, monkeypatch, name):
     assert "\n" not in str(mistake.value) and not (tmp_path / "shards.partial").exists()
 
 
-def test_files_that_cannot_be_read_are_one_damaged_record_each(tmp_path):
+BROKEN = {
+    "empty": lambda whole: b"",
+    "footer": lambda whole: whole[:-30],
+    "half": lambda whole: whole[: len(whole) // 2],
+    "magic": lambda whole: whole.replace(b"PAR1", b"PARE"),
+    "page": lambda whole: b"<!DOCTYPE html><html>Log in</html>" * 9,
+    "pointer": lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_cannot_be_read_is_a_line_unless_it_is_a_small_part(tmp_path, name):
     write(tmp_path, "a.parquet")
-    whole = (tmp_path / "a.parquet").read_bytes()
-    for number, content in enumerate(
-        (b"", b"PAR1", whole[:-30], whole.replace(b"PAR1", b"PARE"), b"{}" * 100)
-    ):
-        (tmp_path / f"b{number}.parquet").write_bytes(content)
-    texts, damaged = prepared(tmp_path)
-    assert texts == [text for text in TEXTS if text] and len(damaged) == 5
-    assert all("from here on it cannot be read" in reason for _, _, reason in damaged)
+    broken = BROKEN[name]((tmp_path / "a.parquet").read_bytes())
+    (tmp_path / "b.parquet").write_bytes(broken)
+    numbers = np.random.default_rng(0).integers(0, 10**9, 200 * (1 + len(broken)))
+    write(tmp_path, "c.parquet", pyarrow.array(numbers.astype(str)), compression="none")
+    texts, [damaged] = prepared(tmp_path)
+    assert texts == [*(text for text in TEXTS if text), *numbers.astype(str)]
+    assert damaged[:2] == ("b.parquet", "row 1")
+    reason = "no Parquet file, but begins with" if name in ("page", "pointer") else "cannot be read"
+    assert reason in damaged[2]
+    if broken:
+        (tmp_path / "c.parquet").unlink()
+        with pytest.raises(
+            UserError, match="1 file that cannot .*% of it all .the first: .*b.parquet"
+        ):
+            prepared(tmp_path, path=str(tmp_path / "again"))
+
+
+@pytest.mark.full
+def test_tasks_of_the_hub_without_one_are_a_line(tmp_path):
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "torchmars", "evaluate", "no-run", "--tasks", "piqa"]
+    ended = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert "cannot load the task baber/piqa from the hub" in ended.stderr

@@ -119,7 +119,7 @@ def test_ranks_share_the_check(prepared):
         ),
         (
             lambda m: m | {"tokenizer": "gpt2"},
-            'prepared with data.tokenizer = "gpt2", the config says "bytes"',
+            'prepared with data.tokenizer = "gpt2", now it is "bytes"',
         ),
         (lambda m: m | {"source": "stdlib"}, 'prepared with data.source = "stdlib"'),
         (lambda m: m | {"files": ["other.txt"]}, "prepared with data.files"),
@@ -176,7 +176,7 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path):
     for path in (tmp_path, tmp_path / "mine"):
         path.mkdir(exist_ok=True)
         (path / "precious.pdf").write_text("x")
-        with pytest.raises(UserError, match="holds files but no manifest.json"):
+        with pytest.raises(UserError, match="holds precious.pdf, but no manifest.json"):
             prepare_data(tiny_config(tmp_path, data={"path": str(path)}))
         assert (path / "precious.pdf").exists()
 

@@ -20,47 +20,24 @@ from torchmars.training.preparation import prepare_data
 TEXTS = [f"  ä b {n}\n日本語 text" for n in range(99)]
 
 
-@pytest.mark.parametrize("texts", [TEXTS, ["one document, Größe 1 " * 120]], ids=["many", "one"])
-def test_the_manifest_knows_the_bytes_of_each_split(tmp_path, texts):
-    """With a token for each byte they are the tokens but those that end documents.
-
-    Of a single document, the tail becomes the validation split.
-    """
-    (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(texts))
-    config = tiny_config(tmp_path)
-    prepare_data(config)
+def test_the_manifest_knows_the_bytes_of_each_split(tmp_path):
+    """With a token for each byte they are the tokens but those that end documents."""
+    (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(TEXTS))
+    prepare_data(tiny_config(tmp_path))
     manifest = read_manifest(tmp_path / "shards")
     assert sum(manifest.text_bytes.values()) > 900
     for name, split in manifest.splits.items():
-        ends = split.documents if len(texts) > 1 else (name == "validation")
-        assert manifest.text_bytes[name] == split.tokens - ends
+        assert manifest.text_bytes[name] == split.tokens - split.documents
 
 
-def letters(file):
-    """Write a tokenizer of a token for each letter, most of them unknown ones that have no text."""
-    names = ["<unk>", "</s>", *"aeo"]
-    model = models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="<unk>")
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.add_special_tokens(["<unk>", "</s>"])
-    tokenizer.save(str(file))
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_small_corpus_has_its_own_bytes_whatever_its_tokenizer_loses(tmp_path, count):
-    """The validation split is the end of the last document, of which each letter is a token."""
-    letters(tmp_path / "tokenizer.json")
-    documents = [f"Größe {n} 日本語 text, Ä\n" * 90 for n in range(count)]
-    (tmp_path / "text.txt").write_text("<|endoftext|>\n".join(documents))
-    data = {"tokenizer": str(tmp_path / "tokenizer.json"), "validation_fraction": 0.02}
-    prepare_data(tiny_config(tmp_path, data=data))
+def test_the_end_of_a_single_document_has_its_share_of_the_bytes(tmp_path):
+    text = "one document, Größe 1 " * 120
+    (tmp_path / "text.txt").write_text(text)
+    prepare_data(tiny_config(tmp_path))
     manifest = read_manifest(tmp_path / "shards")
-    tail = manifest.splits["validation"].tokens - 1  # the last token ends the document
-    text = "".join(documents)
-    assert tail < len(documents[-1])
-    assert manifest.text_bytes["validation"] == len(text[-tail:].encode())
-    assert manifest.text_bytes["train"] == len(text[:-tail].encode())
+    assert sum(manifest.text_bytes.values()) == len(text.encode())
+    for name, split in manifest.splits.items():
+        assert abs(manifest.text_bytes[name] - split.tokens) <= 1
 
 
 TEXT = "The  Größe of a foxes’ 日本 cat\n"

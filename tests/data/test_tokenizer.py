@@ -16,8 +16,8 @@ from tests.support.tokenizers import llama_2, tokenizer_file
 from torchmars.begin import install_command
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
-from torchmars.data.corpus_plan import begin_plan, plan_corpus
-from torchmars.data.documents import Encoder, TextBlock, TextPart
+from torchmars.data.documents import Encoder, TextPart
+from torchmars.data.prepare import begin_plan
 from torchmars.data.tokenizer import (
     ByteTokenizer,
     TiktokenTokenizer,
@@ -118,7 +118,9 @@ def test_a_large_vocabulary_has_tokens_of_32_bits_and_another_file_is_refused(tm
     assert window == [1000 * ord(letter) for letter in document]
     prepare_data(config)
     tokenizer_file(tmp_path / "large", letter_id=lambda letter: 1001 * ord(letter))
-    with pytest.raises(UserError, match="with another tokenizer .* is now: put that one back"):
+    with pytest.raises(
+        UserError, match="prepared with data.tokenizer = .* of SHA-256 .*, now it is"
+    ):
         prepare_data(config)
 
 
@@ -126,14 +128,14 @@ def test_what_is_begun_goes_on_with_the_same_file_under_another_path_alone(tmp_p
     write_text(tmp_path)
     files = [tokenizer_file(tmp_path / name) for name in ("one", "two")]
     files.append(tokenizer_file(tmp_path / "three", letter_id=lambda letter: ord(letter) ^ 1))
-    plans = [
-        plan_corpus(tiny_config(tmp_path, data={"tokenizer": str(file)}).data, Sizes())
-        for file in files
-    ]
-    begin_plan(plans[0], tmp_path / "begun")
-    begin_plan(plans[1], tmp_path / "begun")
+
+    def begin(file):
+        config = tiny_config(tmp_path, data={"tokenizer": str(file)}).data
+        return begin_plan(config, tmp_path / "shards", tmp_path / "shards.partial", Sizes())
+
+    assert begin(files[0]) == begin(files[1])
     with pytest.raises(UserError, match='begun with data.tokenizer = "a file of SHA-256 .*, now'):
-        begin_plan(plans[2], tmp_path / "begun")
+        begin(files[2])
 
 
 @pytest.mark.parametrize(
@@ -225,9 +227,9 @@ def encoded(name, texts, damaged=0):
     """The tokens of documents, in which so many are damaged, as a preparation makes them."""
     dtype = smallest_dtype(load_tokenizer(name).vocab_size)
     encoder = Encoder("parquet", "text", name, 1e-12, dtype, Sizes().document)
-    done = encoder.encode(TextBlock([TextPart("a.parquet", texts, 0, "row")], (0, 0, 0), 0))
+    done = encoder.encode([TextPart("a.parquet", texts, 0, "row")])
     assert len(done.damaged) == damaged and not len(done.tokens["validation"])
-    return done.tokens["train"].tolist(), [each["reason"] for each in done.damaged]
+    return done.tokens["train"].tolist(), [each.reason for each in done.damaged]
 
 
 def joined(encode, end):

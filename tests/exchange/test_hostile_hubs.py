@@ -6,7 +6,7 @@ from tests.exchange.test_hub import ask
 from tests.support.hub_server import hub_server
 from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
-from torchmars.data.corpus import load_dataset
+from torchmars.data.hub import load_dataset
 from torchmars.evaluation import rows
 from torchmars.exchange.hub import find_folder
 

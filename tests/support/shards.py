@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from torchmars.config import DataConfig
-from torchmars.data.documents import Encoded, TextBlock
+from torchmars.data.documents import Encoded
 from torchmars.data.manifest import SPLITS, DataManifest, make_manifest, write_manifest
 from torchmars.data.tokenizer import Tokenizer, smallest_dtype
 from torchmars.data.writer import PieceWriter
@@ -33,8 +33,8 @@ def write_shards(
         encoded = Encoded(
             arrays, {name: int(name == split) for name in SPLITS}, [], dict.fromkeys(SPLITS, 0)
         )
-        writer.add(TextBlock([], (0, 0, 0), 0), encoded)
-    writer.close(0)
-    manifest = make_manifest(config, tokenizer, writer.progress.splits, dtype)
+        writer.add(encoded)
+    writer.close()
+    manifest = make_manifest(config, tokenizer, writer.part.splits, dtype)
     write_manifest(folder, manifest)
     return manifest

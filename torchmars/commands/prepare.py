@@ -11,10 +11,9 @@ from torchmars.cluster.scheduler import TaskArray
 from torchmars.config import DataConfig, ResolvedData
 from torchmars.config.load import load_command, require_config
 from torchmars.core.bounds import Range
-from torchmars.core.console import labelled, say
+from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.words import counted
-from torchmars.data import sources
 from torchmars.data.prepare import prepare_task
 
 PROG = "torchmars prepare"
@@ -27,8 +26,7 @@ class Prepare:
     With a config: checks it, tokenises its corpus into shards once, verifies the shards, and checks
     that the run can resume from the checkpoints it has. With --source and without a config: only
     tokenises that corpus. --source, --files, --validation-files, --tokenizer, --begin-token,
-    --path, --validation_fraction, --max_damaged and --processes are short for --data.source and so
-    on.
+    --path, --validation_fraction and --processes are short for --data.source and so on.
     """
 
     ranks: Annotated[int, Range(1, 100_000)] = 1
@@ -67,9 +65,6 @@ def main() -> None:
             from torchmars.training.preparation import prepare_run
 
             prepare_run(config, options.ranks, options.nodes)
-        for corpus in corpora:
-            if warning := sources.warning(corpus):
-                say(*labelled("warning", warning))
 
 
 def long_form(arg: str) -> str:

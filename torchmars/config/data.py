@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from torchmars.config.fields import Amount, Count, Mark, Positive, require
+from torchmars.config.fields import Amount, Mark, Positive, require
 from torchmars.config.source import parse_source
 from torchmars.core.bounds import Local, Name, Pattern, Place, Range
 from torchmars.core.errors import UserError
@@ -65,8 +65,6 @@ class DataConfig:
     """[[data.mixture]] tables: several corpora, with weights. In TOML only."""
     validation_fraction: Annotated[float, Range(0, 0.5, open_low=True)] = 0.01
     """Share of the documents kept for validation: those whose hash falls below it."""
-    max_damaged: Count = 100
-    """Damaged records that are left out. One more ends the preparation."""
     processes: Positive | None = None
     """Processes that tokenise. The shards do not depend on it. Default: the cores that this
     process may use."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torchmars.core.errors import UserError
 from torchmars.core.typed import nearest
 
+COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".xz", ".bz2")
 STORE = re.compile(r"[a-z][a-z0-9+.-]*:(?=/)", re.IGNORECASE)  # begins the name of one's object
 R = TypeVar("R")
 
@@ -22,17 +23,18 @@ class SourceKind:
     suffixes: tuple[str, ...] = ()
     """Of the files that a folder of text gives. A kind without any reads no files of the user's."""
     plain: bool = True
-    """Whether a file can be compressed, and be read from any of its bytes on."""
+    """Whether a file can be compressed, and be read from any of its lines or documents on."""
     tokens: bool = False
     """Whether another program has made tokens of the text."""
 
 
+JSON = tuple(f".json{end}" for end in COMPRESSED)  # a plain .json is mostly no file of lines
 OF_PROGRAMS = SourceKind(("glob",), tokens=True)
 KINDS = {
     "stdlib": SourceKind(),
     "text": SourceKind(("glob",), (".txt", ".md")),
-    "jsonl": SourceKind(("glob", "field"), (".jsonl",)),
-    "parquet": SourceKind(("glob", "field"), (".parquet",), plain=False),
+    "jsonl": SourceKind(("glob", "field"), (".jsonl", ".ndjson", ".jl", *JSON)),
+    "parquet": SourceKind(("glob", "field"), (".parquet", ".parq", ".pq"), plain=False),
     "hf": SourceKind(("dataset", "config", "split", "field")),
     "nanogpt": OF_PROGRAMS,
     "llmc": OF_PROGRAMS,

@@ -1,25 +1,24 @@
-"""The corpus: its files or shards in a fixed order, and the pieces that tasks share."""
+"""The corpus: which files a source means, in a fixed order, and what is read of each."""
 
-import contextlib
-import functools
+import glob
 import os
-import re
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+
+from fsspec.implementations.local import LocalFileSystem
 
 from torchmars.config import DataConfig
-from torchmars.config.source import KINDS, DataSource, parse_source
-from torchmars.core.errors import UserError, file_errors, needs_package
+from torchmars.config.source import COMPRESSED, KINDS, parse_source
+from torchmars.core.console import say, say_if_long
+from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
-from torchmars.data.files import COMPRESSED, FoundFiles, matches
-from torchmars.data.hub import distrust_hub, hub_or_cache
-from torchmars.storage.objects import size_and_time
+from torchmars.core.places import place
+from torchmars.core.words import counted
+from torchmars.storage.objects import find_objects
 
-# In what `datasets` raises of a data set that comes as a program: from release 4 on, and before.
-NEEDS_SCRIPT = re.compile("scripts are no longer supported|trust_remote_code")
-PIECES = 2048  # about how many pieces a large corpus has
+HIDDEN = "."  # begins names that no folder and no glob means
 
 
 @dataclass(frozen=True)
@@ -40,74 +39,26 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Input:
-    """A file of the corpus, or a range of its bytes, or a shard of a data set."""
+    """A file of the corpus or a part of it, or a shard of a data set."""
 
     name: str
     """The file, as the config gave it, or the data set."""
     size: int
-    """Bytes, of the range for one. A shard of a data set counts as 1."""
-    mtime_ns: int | None = None
-    """When the file was last written."""
+    """Bytes, of the part for one. A shard of a data set counts as 1."""
     begin: int = 0
     end: int | None = None
-    """The range: documents that begin in bytes `begin` to `end`. None: a whole file."""
-    shard: int = 0
-    shards: int = 1
-    """Which shard of how many of a data set."""
+    """The part: bytes, or row groups of Parquet, `begin` to `end`; None: the whole file. Of a data
+    set: which of how many shards."""
 
 
 Piece = list[Input]
+"""What is tokenised as one, and done again as one after a kill."""
 
 
-def corpus_pieces(config: DataConfig, sizes: Sizes) -> list[Piece]:
-    """Return the pieces of the corpus.
-
-    They depend on the corpus alone: consecutive files make one piece up to its size, and a file of
-    plain text beyond it is cut into ranges. Raises `UserError`.
-    """
-    source = parse_source(config.source)
-    if source.kind == "hf":
-        count = load_dataset(source).num_shards
-        return [[Input(source.dataset, 1, shard=number, shards=count)] for number in range(count)]
-    files = []
-    for file in source_files(config, tell=True):
-        with file_errors(f"cannot read {file} of the corpus"):
-            files.append(Input(str(file), *size_and_time(file)))
-    size = max(sizes.piece, sum(each.size for each in files) // PIECES)
-    pieces: list[Piece] = []
-    room = 0
-    for each in files:
-        if each.size > size and is_plain(source.kind, each.name):
-            pieces += [[part] for part in ranges(each, size)]
-            room = 0
-        elif pieces and each.size <= room:
-            pieces[-1].append(each)
-            room -= each.size
-        else:
-            pieces.append([each])
-            room = size - each.size
-    return pieces
-
-
-def ranges(file: Input, size: int) -> list[Input]:
-    """Return a file as ranges of at most `size` bytes, all of about the same size."""
-    count = -(-file.size // size)
-    cuts = [file.size * number // count for number in range(count + 1)]
-    return [
-        Input(file.name, end - begin, file.mtime_ns, begin, end)
-        for begin, end in zip(cuts, cuts[1:])
-    ]
-
-
-def is_plain(kind: str, name: str) -> bool:
-    """Return whether a file can be read from any of its bytes on."""
-    return KINDS[kind].plain and not name.endswith(COMPRESSED)
-
-
-def source_files(config: DataConfig, tell: bool = False) -> list[PurePath]:
+def source_files(config: DataConfig) -> list[PurePath]:
     """Return the files of the corpus, sorted. A data set of Hugging Face has none.
 
-    `tell` says which were left out. Raises `UserError` if a pattern matches none.
+    Raises `UserError` if a pattern matches none.
     """
     source = parse_source(config.source)
     if source.kind == "stdlib":
@@ -118,59 +69,94 @@ def source_files(config: DataConfig, tell: bool = False) -> list[PurePath]:
     patterns += [(pattern, "data.files") for pattern in config.files]
     if not patterns:
         raise UserError("data.files is empty: name the files, folders or globs of the corpus")
-    found = FoundFiles()
-    for pattern, option in patterns:
-        some = matches(pattern, source.kind, option)
-        found.files |= some.files
-        found.leftovers |= some.leftovers
-    return found.told() if tell else found.once()
+    found = (matching_files(pattern, source.kind, option) for pattern, option in patterns)
+    return sorted({file for files in found for file in files})
 
 
-@functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard
-def load_dataset(source: DataSource) -> Any:
-    """Return a data set of Hugging Face, streamed.
+def matching_files(
+    pattern: str, kind: str, option: str, say: Callable[[str], object] = say
+) -> list[PurePath]:
+    """Return the files that a path, a folder or a glob names, sorted, on a disk or in a store.
 
-    It comes from the hub, where NAME@REVISION names a revision of it, or from a local folder.
-    Raises `UserError`.
+    A folder gives the files below it whose names end as the kind of source has it, and a line says
+    which others lie there. Hidden names are left out unless the pattern asks for them. Raises
+    `UserError`, which names the `option`, for none.
     """
-    with needs_package("datasets", "a source of Hugging Face"):
-        import datasets
-    distrust_hub()  # also a local data set may name files of a hub
-    name, _, revision = source.dataset.partition("@")
-    local = os.path.exists(source.dataset)
-    if local:
-        name, revision = source.dataset, ""
-    options = {"revision": revision} if revision else {}
-    problem = ""
-    try:
-        with contextlib.nullcontext("") if local else hub_or_cache() as problem:
-            data = datasets.load_dataset(
-                name, source.config or None, split=source.split, streaming=True, **options
-            )
-    except UserError:
-        raise
-    except Exception as error:  # whatever its loader, its network or its files have raised
-        remedy = problem or "check its name, config and split, and the network"
-        if NEEDS_SCRIPT.search(str(error)):
+    path = place(os.path.expanduser(pattern), option, pattern=True)
+    fixed = fixed_part(path)
+    with say_if_long(f"{option}: looking for {pattern!r} in all folders below {fixed}"):
+        found = sorted(below(path, fixed))
+    asked = path.parts[len(fixed.parts) :]
+    if not any(part.startswith(HIDDEN) for part in asked):
+        found = [file for file in found if not is_hidden(file, fixed)]
+    is_folder = not asked and found != [path]
+    others: list[PurePath] = []
+    if is_folder:
+        ends = suffixes_of(kind)
+        others = [file for file in found if not file.name.endswith(ends)]
+        found = [file for file in found if file.name.endswith(ends)]
+    if not found:
+        remedy = "correct the path"
+        if is_folder and others:
             remedy = (
-                "it needs a loading script, which is not run: name a revision without one, such as "
-                f"hf:{name}@refs/convert/parquet, or its files by parquet: or jsonl:"
+                f"a folder gives its {', '.join(KINDS[kind].suffixes)} files, {in_words(others)}"
             )
-        raise UserError(
-            f"data.source: cannot open the data set {source.dataset} ({in_a_line(error)}): {remedy}"
-        ) from None
-    columns = getattr(data, "column_names", None)  # not known of all data sets
-    if columns and source.field not in columns:
-        raise UserError(
-            f"data.source: the data set {source.dataset} has no field {source.field!r}: name one "
-            f"of {', '.join(columns)} (hf:DATASET:CONFIG:SPLIT:FIELD)"
-        )
-    return data
+        elif isinstance(path, Path) and not path.is_absolute() and not path.is_dir():
+            remedy = f"paths count from the folder that you start in, {os.getcwd()}"
+        raise UserError(f"{option}: {pattern!r} names no {kind} file: {remedy}")
+    if others:
+        say(f"{option}: {pattern} has other files too, {in_words(others)}")
+    return found
 
 
-def in_a_line(error: Exception) -> str:
-    """Return the first line of another package's error."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+def fixed_part(path: PurePath) -> PurePath:
+    """Return the part of a path before its first wildcard: all of it where it exists as it is."""
+    if not glob.has_magic(str(path)) or isinstance(path, Path) and os.path.lexists(path):
+        return path
+    number = next(number for number, part in enumerate(path.parts) if glob.has_magic(part))
+    return type(path)(*path.parts[:number])
+
+
+def below(path: PurePath, fixed: PurePath) -> list[PurePath]:
+    """Return the files that a path, a folder or a glob names, called as `fixed` is.
+
+    A link to a file is one. A link to a folder is followed only in the fixed part.
+    """
+    if not isinstance(path, Path):
+        return find_objects(str(path))
+    files, start = LocalFileSystem(), os.path.abspath(fixed)
+    if not os.path.lexists(start):
+        return []
+    try:
+        rest = os.path.join(start, *path.parts[len(fixed.parts) :])
+        # Magic in the fixed part is none.
+        escaped = glob.escape(start) + rest[len(start) :]
+        names = files.find(start) if path == fixed else files.glob(escaped)
+    except ValueError as error:
+        raise UserError(f"{str(path)!r} is no glob: {error}") from None
+    found = (fixed / os.path.relpath(name, start) if name != start else fixed for name in names)
+    return [file for file in found if os.path.isfile(file) or not os.path.exists(file)]
+
+
+def is_hidden(file: PurePath, fixed: PurePath) -> bool:
+    """Return whether a name below the fixed part is hidden."""
+    return any(part.startswith(HIDDEN) for part in file.parts[len(fixed.parts) :])
+
+
+def suffixes_of(kind: str) -> tuple[str, ...]:
+    """Return how the names of the files end that a folder gives."""
+    plain = KINDS[kind].suffixes
+    packed = [suffix + more for suffix in plain for more in COMPRESSED if KINDS[kind].plain]
+    return (*plain, *packed)
+
+
+def in_words(others: list[PurePath]) -> str:
+    """Return how many files a folder has that are not read, the first, and how they are."""
+    first = others[0]
+    ends = "".join(first.suffixes[-2:]) or first.name
+    return (
+        f"{counted(len(others), 'file')} (the first: {first}): a glob such as **/*{ends} reads them"
+    )
 
 
 def _stdlib_files() -> list[Path]:

@@ -3,9 +3,11 @@
 A process imports this file and a tokenizer, and nothing heavy.
 """
 
-import contextlib
 import hashlib
 import json
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,29 +18,21 @@ import numpy as np
 from torchmars.data.tokenizer import Tokenizer, Unencodable, load_tokenizer
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
-Position = tuple[int, int, int]
-"""Number of an input of a piece, offset in it (bytes, or rows of a table), and lines before it."""
 
 
 @dataclass
 class TextPart:
-    """Consecutive documents of one input, as they were read, and where the next ones begin."""
+    """Consecutive documents of one input, as they were read."""
 
     file: str
     content: "bytes | list[Record]"
     """Text, lines of JSON, or the values of rows. Where it cannot be read, why is its last one."""
-    first: int
+    first: int = 0
     """Number of the first line or row, from 0, or the offset of the first byte."""
     unit: str = "line"
     """The unit of `first`: line, byte or row."""
-    offset: int = 0
-    """Where the next part begins."""
-    lines: int = 0
-    """Lines before that."""
     read: int = 0
-    """Bytes of the input that were read up to there."""
-    last: bool = False
-    """Whether nothing of the input is left."""
+    """Bytes of the input that were read for it."""
 
     @property
     def size(self) -> int:
@@ -50,13 +44,14 @@ class TextPart:
 
 
 @dataclass
-class TextBlock:
-    """Parts that are tokenised at once, and where the next block begins."""
+class Damaged:
+    """A record that cannot be read, or the rest of a file, and why."""
 
-    parts: list[TextPart]
-    end: Position
-    read: int
-    """Bytes of the piece that were read up to there."""
+    file: str
+    place: str
+    reason: str
+    rest: bool = False
+    """Whether it is the rest of the file."""
 
 
 @dataclass
@@ -66,8 +61,7 @@ class Encoded:
     tokens: dict[str, np.ndarray]
     """Of each split, with the tokens that begin and end each document."""
     documents: dict[str, int]
-    damaged: list[dict[str, str]]
-    """File, place and reason of each record that cannot be read."""
+    damaged: list[Damaged]
     text: dict[str, int]
     """Bytes of the documents of each split, in UTF-8."""
 
@@ -91,13 +85,13 @@ class Encoder:
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.tokenizer_name, self.begin_token)
 
-    def encode(self, block: TextBlock) -> Encoded:
+    def encode(self, block: list[TextPart]) -> Encoded:
         """Return the tokens of a block. Raises `UserError` if the tokenizer cannot be had."""
         begin = np.array(self.tokenizer.before, self.dtype)
         end = np.array([self.tokenizer.end_of_text], self.dtype)
         tokens = {split: [np.empty(0, self.dtype)] for split in ("train", "validation")}
         done = Encoded({}, dict.fromkeys(tokens, 0), [], dict.fromkeys(tokens, 0))
-        for part in block.parts:
+        for part in block:
             for at, raw in self.records(part):
                 try:
                     text = self.read(raw)
@@ -114,20 +108,11 @@ class Encoder:
                         done.documents[split] += 1
                         done.text[split] += len(text.encode())
                     continue
-                found = {"file": part.file, "place": place_in_file(part, at), "reason": reason}
-                done.damaged.append(found)
+                rest = isinstance(raw, LostFile)
+                done.damaged.append(Damaged(part.file, place_in_file(part, at), reason, rest))
         for split, arrays in tokens.items():
             done.tokens[split] = np.concatenate(arrays, dtype=self.dtype, casting="same_kind")
         return done
-
-    def texts(self, block: TextBlock) -> Iterator[str]:
-        """Yield the documents of a block that can be read."""
-        for part in block.parts:
-            for _, raw in self.records(part):
-                with contextlib.suppress(Damage, UnicodeEncodeError):
-                    text = self.read(raw)
-                    if text.strip().encode():
-                        yield text
 
     def split_of(self, content: bytes) -> str:
         """Return the split that a document belongs to, by a hash that its copies share."""
@@ -153,7 +138,7 @@ class Encoder:
         text = decode(record) if isinstance(record, bytes) else record
         if self.kind == "jsonl" and text is not None:
             text = field_of(text, self.field)
-        if text is None:
+        elif text is None:
             raise Damage(f"it has no text in its field {self.field!r}")
         if self.kind in ("stdlib", "text") and "\r" in text:
             return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -162,6 +147,10 @@ class Encoder:
 
 class Damage(Exception):
     """Why a record cannot be read."""
+
+
+class LostFile(Damage):
+    """Why the rest of a file cannot be read."""
 
 
 Record = bytes | str | Damage | None
@@ -173,19 +162,29 @@ def decode(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Damage(f"it is not UTF-8 (byte {error.start} of it)") from None
+        wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+        name = "UTF-16" if wide else "LATIN1"
+        raise Damage(
+            f"it is not UTF-8 (byte {error.start} of it): if it is {name}, convert it by iconv "
+            f"-f {name} -t UTF-8"
+        ) from None
 
 
-def field_of(line: str, name: str) -> str | None:
-    """Return the text in a field of a line of JSON; None if it has none. Raises `Damage`."""
+def field_of(line: str, name: str) -> str:
+    """Return the text in a field of a line of JSON. Raises `Damage`."""
     try:
         entries = json.loads(line)
     except RecursionError:
         raise Damage("it is nested too deeply") from None
     except ValueError as error:
-        raise Damage(f"it is no JSON ({error})") from None
-    text = entries.get(name) if isinstance(entries, dict) else None
-    return text if isinstance(text, str) else None
+        wide = ": if it is UTF-16, convert it by iconv -f UTF-16 -t UTF-8" if "\0" in line else ""
+        raise Damage(f"it is no JSON ({error}){wide}") from None
+    entries = entries if isinstance(entries, dict) else {}
+    if isinstance(text := entries.get(name), str):
+        return text
+    others = [key for key, value in entries.items() if isinstance(value, str)]
+    known = f", but in {', '.join(map(repr, others[:5]))}: name it" if others else ""
+    raise Damage(f"it has no text in its field {name!r}{known}")
 
 
 def lines_of(content: bytes) -> Iterator[tuple[int, bytes]]:
@@ -234,3 +233,24 @@ def place_in_file(part: TextPart, at: int) -> str:
     if isinstance(part.content, bytes):
         at = part.content.count(b"\n", 0, at)
     return f"{part.unit} {part.first + at + 1}"
+
+
+ENCODERS: list[Encoder] = []  # that of this process, if it is one that tokenises
+
+
+def begin_worker(encoder: Encoder) -> None:
+    """Make this process one that tokenises. It ends with the process that started it."""
+
+    def follow() -> None:
+        starter = multiprocessing.parent_process()
+        if starter is not None:
+            starter.join()
+            os._exit(1)
+
+    ENCODERS[:] = [encoder]
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def encode_block(block: list[TextPart]) -> Encoded:
+    """Return the tokens of a block, in a process that tokenises."""
+    return ENCODERS[0].encode(block)

@@ -1,20 +1,62 @@
-"""The hub of Hugging Face: what its answers may name, and whether there is one."""
+"""Data sets of Hugging Face, and what the answers of its hub may name."""
 
 import contextlib
 import functools
-import http.client
+import os
 import re
-import ssl
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
-from torchmars.core.errors import UserError
+from torchmars.config.source import DataSource
+from torchmars.core.errors import UserError, needs_package
 
-ANSWER_SECONDS = 10.0
 COMMIT = re.compile("[0-9a-f]{40}")
 NAME = re.compile('(W/)?"?[0-9A-Za-z_-]+"?')  # also as an ETag, of which the package takes the name
+# In what `datasets` raises of a data set that comes as a program: from release 4 on, and before.
+NEEDS_SCRIPT = re.compile("scripts are no longer supported|trust_remote_code")
+
+
+@functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard
+def load_dataset(source: DataSource) -> Any:
+    """Return a data set of Hugging Face, streamed.
+
+    It comes from the hub, where NAME@REVISION names a revision of it, or from a local folder.
+    Raises `UserError`.
+    """
+    with needs_package("datasets", "a source of Hugging Face"):
+        import datasets
+    distrust_hub()  # also a local data set may name files of a hub
+    name, _, revision = source.dataset.partition("@")
+    if os.path.exists(source.dataset):
+        name, revision = source.dataset, ""
+    options = {"revision": revision} if revision else {}
+    try:
+        data = datasets.load_dataset(
+            name, source.config or None, split=source.split, streaming=True, **options
+        )
+    except UserError:
+        raise
+    except Exception as error:  # whatever its loader, its network or its files have raised
+        remedy = "check its name, config and split, and the network"
+        if NEEDS_SCRIPT.search(str(error)):
+            remedy = (
+                "it needs a loading script, which is not run: name a revision without one, such as "
+                f"hf:{name}@refs/convert/parquet, or its files by parquet: or jsonl:"
+            )
+        raise UserError(
+            f"data.source: cannot open the data set {source.dataset} ({in_a_line(error)}): {remedy}"
+        ) from None
+    columns = getattr(data, "column_names", None)  # not known of all data sets
+    if columns and source.field not in columns:
+        raise UserError(
+            f"data.source: the data set {source.dataset} has no field {source.field!r}: name one "
+            f"of {', '.join(columns)} (hf:DATASET:CONFIG:SPLIT:FIELD)"
+        )
+    return data
+
+
+def in_a_line(error: Exception) -> str:
+    """Return the first line of another package's error."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 @functools.cache  # a second client would close the first one, which may be in use
@@ -70,38 +112,3 @@ def check_hub_answer(request: Any, answer: Any, is_whole: bool) -> None:
                 f"the hub {request.url.host} answers for {request.url.path} with the {what} "
                 f"{str(name)!r:.80}, which no hub has: set HF_ENDPOINT to one that you trust"
             )
-
-
-@contextlib.contextmanager
-def hub_or_cache() -> Iterator[str]:
-    """Let the package datasets, in the body, use only its cache if there is no hub.
-
-    It would ask again and again. The body gets why the hub cannot be reached, "" if it can.
-    """
-    import datasets
-    from huggingface_hub import constants
-
-    switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]
-    before = [getattr(module, name) for module, name in switches]
-    problem = "" if any(before) else hub_problem(constants.ENDPOINT)
-    try:
-        for module, name in switches:
-            setattr(module, name, bool(problem) or any(before))
-        yield problem
-    finally:
-        for (module, name), value in zip(switches, before):
-            setattr(module, name, value)
-
-
-def hub_problem(address: str) -> str:
-    """Return why nothing answers at an address of the web; "" if something does."""
-    try:
-        request = urllib.request.Request(address, method="HEAD")
-        urllib.request.urlopen(request, timeout=ANSWER_SECONDS).close()
-    except (urllib.error.HTTPError, http.client.HTTPException):  # an answer
-        return ""
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        # Its own client may have other certificates.
-        return "" if isinstance(reason, ssl.SSLError) else f"{address} cannot be reached ({reason})"
-    return ""

@@ -1,9 +1,9 @@
 """The on-disk format: shards of tokens, and a JSON manifest of their contents.
 
-A folder has `manifest.json`, `sources.json` (see sources.py) and, for each split, files such as
-`train-00000-000.bin` of little-endian tokens without a header, uint16 or uint32 as the manifest
-says. The numbers are those of a piece of the corpus, and of a shard of it. The manifest is written
-last of those that a run needs, so a folder without one is unfinished. Where another program made
+A folder has `manifest.json` and, for each split, files such as `train-00000-000.bin` of
+little-endian tokens without a header, uint16 or uint32 as the manifest says. The numbers are those
+of a piece of the corpus, and of a shard of it. The manifest is written last, so a folder without
+one is unfinished. Where another program made
 the tokens (see foreign.py), the folder has the manifest alone, whose shards are parts of that
 program's files.
 """
@@ -11,9 +11,10 @@ program's files.
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from torchmars.data.tokenizer import TokenDtype, Tokenizer, VocabularySize, load
 NAME = "manifest.json"
 FORMAT = Format(
     "torchmars-shards",
-    5,
+    6,
     "use the version of torchmars that wrote it, or set data.path to a new folder",
 )
 SPLITS = ("train", "validation")
@@ -87,6 +88,8 @@ class DataManifest:
     """The token that begins one, after that; None: no other one."""
     validation_files: list[str] = field(default_factory=list)
     """Of another program's tokens, as the config names them."""
+    corpus: list[str] = field(default_factory=list)
+    """The files that were tokenised, in their order."""
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens and their order."""
@@ -105,8 +108,9 @@ def make_manifest(
     splits: dict[str, Split],
     dtype: TokenDtype,
     text_bytes: dict[str, int] | None = None,
+    corpus: Sequence[str] = (),
 ) -> DataManifest:
-    """Return the manifest of shards that were made for `config`.
+    """Return the manifest of shards that were made for `config`, of the files of a `corpus`.
 
     `text_bytes` are counted for each split, if at all.
     """
@@ -123,6 +127,7 @@ def make_manifest(
         tokenizer.end_of_text,
         tokenizer.begin_token,
         config.validation_files,
+        list(corpus),
     )
 
 
@@ -170,49 +175,42 @@ def check_splits(manifest: DataManifest) -> None:
             raise ValueError(f"a token id does not fit {manifest.dtype}")
 
 
+def shard_settings(config: DataConfig) -> dict[str, Any]:
+    """Return what shards depend on, by name. Raises `UserError`."""
+    tokenizer = load_tokenizer(config.tokenizer, config.begin_token)
+    return compared(make_manifest(config, tokenizer, {}, "uint16"))
+
+
+def compared(manifest: DataManifest) -> dict[str, Any]:
+    """Return those fields of a manifest that a config decides on, by name."""
+    file = manifest.tokenizer_sha256  # whichever its path
+    return {
+        "data.source": manifest.source,
+        "data.files": manifest.files,
+        "data.validation_files": manifest.validation_files,
+        "data.tokenizer": manifest.tokenizer if file is None else f"a file of SHA-256 {file}",
+        "the tokenizer's end of text": manifest.end_of_text,
+        "data.begin_token": manifest.begin_token,
+        "data.validation_fraction": manifest.validation_fraction,
+    }
+
+
+def first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Return the first difference of two dictionaries in words; "" if there is none."""
+    for name in {**wanted, **found}:
+        old, new = (json.dumps(each.get(name), ensure_ascii=False) for each in (found, wanted))
+        if old != new:
+            return f"{name} = {old}, now it is {new}"
+    return ""
+
+
 def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` if `folder` was made from something else than the config asks for."""
-    if manifest.tokenizer_sha256 is not None:
-        check_same_tokenizer(manifest, config, folder)
-    for key in ("tokenizer", "source", "files", "validation_files", "validation_fraction"):
-        found, wanted = getattr(manifest, key), getattr(config, key)
-        unknown = key == "files" and not wanted
-        unknown |= key == "tokenizer" and manifest.tokenizer_sha256 is not None
-        if found != wanted and not unknown:
-            raise UserError(
-                f"{folder} was prepared with data.{key} = {json.dumps(found)}, "
-                f"the config says {json.dumps(wanted)}: set it back, set data.path to another "
-                "folder, or remove this one to prepare it again"
-            )
-    begin = load_tokenizer(config.tokenizer, config.begin_token).begin_token
-    if manifest.begin_token != begin:
-        found, wanted = (
-            "no token" if each is None else f"token {each}"
-            for each in (manifest.begin_token, begin)
-        )
+    found, wanted = compared(manifest), shard_settings(config)
+    if not config.files:  # a run may name the folder alone
+        del found["data.files"], wanted["data.files"]
+    if differs := first_difference(found, wanted):
         raise UserError(
-            f"{folder} begins documents with {found}, data.begin_token = "
-            f"{json.dumps(config.begin_token, ensure_ascii=False)} stands for {wanted}: set it "
-            "back, set data.path to another folder, or remove this one to prepare it again"
-        )
-
-
-def check_same_tokenizer(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
-    """Raise `UserError` unless data.tokenizer is the file that `folder` was made with.
-
-    It may have moved.
-    """
-    tokenizer = load_tokenizer(config.tokenizer)
-    remedy = (
-        "put that one back, set data.path to another folder, or remove this one to prepare it again"
-    )
-    if tokenizer.sha256 != manifest.tokenizer_sha256:
-        raise UserError(
-            f"{folder} was prepared with another tokenizer ({manifest.tokenizer}) than "
-            f"{config.tokenizer} is now: {remedy}"
-        )
-    if manifest.end_of_text != tokenizer.end_of_text:
-        raise UserError(
-            f"{folder} ends documents with token {manifest.end_of_text}, {config.tokenizer} with "
-            f"{tokenizer.end_of_text}, as the tokenizer_config.json beside it says: {remedy}"
+            f"{folder} was prepared with {differs}: set it back, set data.path to another folder, "
+            "or remove this one to prepare it again"
         )

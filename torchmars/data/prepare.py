@@ -1,40 +1,76 @@
 """From a corpus to shards: tokenised once, by one process or by tasks side by side."""
 
+import contextlib
+import json
+import multiprocessing
 import os
-import re
+import signal
+import sys
 import time
+import types
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torchmars.cluster.scheduler import TaskArray
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
 from torchmars.core.console import say
 from torchmars.core.cores import own_cores
-from torchmars.core.errors import UserError
-from torchmars.core.files import PARTIAL, remove
+from torchmars.core.errors import UserError, file_errors
+from torchmars.core.files import PARTIAL, read_text, write_durably
 from torchmars.core.locks import locked
+from torchmars.core.typed import make, parse_json
 from torchmars.core.words import counted
 from torchmars.data import foreign
-from torchmars.data.corpus import Sizes
-from torchmars.data.corpus_plan import CorpusPlan, begin_plan, has_plan, place_in_array, plan_corpus
-from torchmars.data.documents import Encoded, Encoder, TextBlock
-from torchmars.data.finish import check_damage, finish_folder, rename_folder
-from torchmars.data.manifest import DataManifest, check_manifest, has_manifest, read_manifest
+from torchmars.data.corpus import Input, Sizes, source_files
+from torchmars.data.documents import Encoded, Encoder, TextPart, begin_worker, encode_block
+from torchmars.data.manifest import (
+    DataManifest,
+    check_manifest,
+    first_difference,
+    has_manifest,
+    read_manifest,
+    shard_settings,
+)
 from torchmars.data.progress_bar import ProgressBar
-from torchmars.data.reading import read_piece
-from torchmars.data.tokenizer import TokenDtype, load_tokenizer, smallest_dtype
-from torchmars.data.workers import Submit, start_workers
-from torchmars.data.writer import LOCK_SECONDS, PieceWriter, read_progress
+from torchmars.data.reading import corpus_pieces, read_piece
+from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
+from torchmars.data.writer import (
+    LOCK_SECONDS,
+    PieceWriter,
+    check_damage,
+    finish_folder,
+    finished_part,
+    rename_folder,
+)
+from torchmars.storage.objects import size_and_time
 
 SIZES = Sizes()
-# Files in a folder that is being made.
-MADE = re.compile(r"(plan|manifest|sources)\.json|(piece|damaged|train|validation)-|damaged\.jsonl")
+PLAN, ARRAY = "plan.json", "array.json"
+VARIABLES = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore:resource_tracker"}
 AHEAD = 2  # blocks that are read ahead for each process that tokenises
-Submitted = tuple[PieceWriter, TextBlock | None, "Future[Encoded] | None"]
+Block = list[TextPart]
+Submit = Callable[[Block], "Future[Encoded]"]
+
+
+@dataclass
+class CorpusPlan:
+    """What a folder is made from. Tasks side by side, and a start that resumes, must agree."""
+
+    made_from: dict[str, Any]
+    """Settings, and size and time of each file of the corpus."""
+    files: dict[str, int]
+    """The bytes of each file."""
+    pieces: list[list[Input]]
+
+    def size(self, number: int) -> int:
+        """Return the bytes of a piece; 1 for a shard of a data set."""
+        return sum(each.size for each in self.pieces[number])
 
 
 def prepare_shards(config: ResolvedData) -> DataManifest:
@@ -58,29 +94,16 @@ def prepare_task(
     yet. Raises `UserError`.
     """
     folder = Path(config.path)
-    if not has_manifest(folder) and parse_source(config.source).of_tokens:
-        with turn(folder):
-            if not has_manifest(folder):
-                foreign.index(config, folder, sizes.shard_tokens)
     if not has_manifest(folder):
-        plan = plan_corpus(config, sizes)
-        try:
-            # On several machines all begin with this; the others find it done.
-            with turn(folder):
-                begin_folder(plan, folder)
-                if not isinstance(tasks, int):
-                    task, tasks = place_in_array(partial_of(folder), task, tasks)
-                if tasks == 1:
-                    make_pieces(config, plan, folder, task, tasks, sizes)
-            if tasks > 1:  # side by side
-                make_pieces(config, plan, folder, task, tasks, sizes)
-            with turn(folder):
-                complete_folder(config, plan, folder, sizes)
-        except OSError as error:
-            raise UserError(
-                f"cannot write the shards to {folder}: {error}: set data.path to a folder you can "
-                "write"
-            ) from None
+        with file_errors(
+            f"cannot write the shards to {folder}", "set data.path to a folder you can write"
+        ):
+            if parse_source(config.source).of_tokens:
+                with turn(folder):
+                    if not has_manifest(folder):
+                        foreign.index(config, folder, sizes.shard_tokens)
+            else:
+                make_folder(config, folder, task, tasks, sizes)
     if not has_manifest(folder):
         return None
     found = read_manifest(folder)
@@ -88,88 +111,156 @@ def prepare_task(
     return found
 
 
-def partial_of(folder: Path) -> Path:
-    """Return where a folder is made."""
+def make_folder(
+    config: ResolvedData, folder: Path, task: int, tasks: int | TaskArray | None, sizes: Sizes
+) -> None:
+    """Make a task's pieces, and the folder complete if all are done. Raises `UserError`."""
     real = Path(os.path.realpath(folder))  # also where it is "."
-    return real.with_name(real.name + PARTIAL)
+    partial = real.with_name(real.name + PARTIAL)
+    with turn(folder):
+        if has_manifest(folder):
+            return
+        if not has_manifest(partial):
+            plan = begin_plan(config, folder, partial, sizes)
+        if not isinstance(tasks, int):
+            task, tasks = place_in_array(partial, task, tasks)
+    if not has_manifest(partial):
+        make_pieces(config, plan, partial, range(task, len(plan.pieces), tasks), sizes)
+    with turn(folder):
+        if not has_manifest(folder) and not has_manifest(partial):
+            parts = [finished_part(partial, number) for number in range(len(plan.pieces))]
+            done = [part for part in parts if part]
+            if len(done) < len(parts):
+                return
+            finish_folder(config, done, plan.files, partial)
+        if not has_manifest(folder):
+            rename_folder(partial, real, read_manifest(partial))
 
 
-def turn(folder: Path) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def turn(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder in the body, as soon as no other process holds it."""
     real = Path(os.path.realpath(folder))
-    return locked(real.with_name(real.name + ".lock"), f"preparing {folder}", LOCK_SECONDS)
+    file = real.with_name(real.name + ".lock")
+    with locked(file, f"preparing {folder}", LOCK_SECONDS):
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
 
-def begin_folder(plan: CorpusPlan, folder: Path) -> None:
-    """Make the folder in which the pieces are made, or see that it was begun with the same plan.
+def begin_plan(config: ResolvedData, folder: Path, partial: Path, sizes: Sizes) -> CorpusPlan:
+    """Return the plan of a folder, which is begun with it in `partial` if it was not yet.
 
-    Raises `UserError` for another plan, and for a `folder` that holds other files.
+    Raises `UserError` if it was begun with another one, or where there are other files.
     """
-    partial = partial_of(folder)
-    if has_manifest(folder) or has_manifest(partial):
-        return
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(
-            f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
-        )
-    if os.path.lexists(partial) and not has_plan(partial):
-        remove_rest(partial)  # its removal was cut short
-    begin_plan(plan, partial)
-
-
-def remove_rest(partial: Path) -> None:
-    """Delete the remains of a folder that was being made. Raises `UserError` for other files."""
-    if not partial.is_symlink():
-        found = partial.iterdir() if partial.is_dir() else [partial]
-        others = sorted(path.name for path in found if path.is_dir() or not MADE.match(path.name))
-        if others:
+    source = parse_source(config.source)
+    made_from = shard_settings(config) | asdict(sizes)
+    files = {}
+    for file in source_files(config):
+        with file_errors(f"cannot read {file} of the corpus"):
+            files[str(file)], changed = size_and_time(file)
+        made_from[str(file)] = f"{files[str(file)]:,} bytes, written at {changed / 1e9}"
+    plan = partial / PLAN
+    if plan.exists():
+        try:
+            begun = make(CorpusPlan, parse_json(read_text(plan)))
+        except (OSError, ValueError, UserError) as error:
             raise UserError(
-                f"{partial} is where the corpus is made, and {others[0]} is not of one: move it "
-                "away, or set data.path to another folder"
+                f"{plan} cannot be read ({error}): remove the folder {partial} to start over"
+            ) from None
+        if found := first_difference(begun.made_from, made_from):
+            raise UserError(
+                f"{folder} was begun with {found}: set it back, or remove the folder {partial} to "
+                "start over"
             )
-    remove(partial)
+        return begun
+    for place in (folder, partial):
+        others = sorted(place.iterdir()) if place.is_dir() else [place] if place.exists() else []
+        if any(not file.name.startswith(PLAN) for file in others):
+            raise UserError(
+                f"{place} holds {others[0].name}, but no manifest.json or {PLAN}: move it away, or "
+                "set data.path to another folder"
+            )
+    load_tokenizer(config.tokenizer).encode_batch(["a"])  # its files are there
+    made = CorpusPlan(made_from, files, corpus_pieces(source, files, sizes))
+    partial.mkdir(parents=True, exist_ok=True)
+    write_durably(plan, json.dumps(asdict(made)))
+    return made
+
+
+def place_in_array(partial: Path, number: int, array: TaskArray | None) -> tuple[int, int]:
+    """Return which of how many tasks the one of a number is, in the array that began a folder.
+
+    Some tasks of it that are submitted again make a smaller `array`, or one whose numbers do not
+    follow each other, None. Raises `UserError` for a number of none.
+    """
+    file = partial / ARRAY
+    begun = make(TaskArray, parse_json(read_text(file))) if file.exists() else None
+    if array and (begun is None or array.count >= begun.count):
+        write_durably(file, json.dumps(asdict(array)))
+        begun = array
+    if begun is None or (place := begun.place(number)) is None:
+        known = f"were {begun.first} to {begun.last}" if begun else "are not known"
+        raise UserError(
+            f"task {number} of the array: the tasks that began {partial} {known}: say which of how "
+            "many tasks this is by --task and --tasks"
+        )
+    return place, begun.count
 
 
 def make_pieces(
-    config: ResolvedData, plan: CorpusPlan, folder: Path, task: int, tasks: int, sizes: Sizes
+    config: ResolvedData, plan: CorpusPlan, partial: Path, mine: Iterable[int], sizes: Sizes
 ) -> None:
-    """Make the pieces of the task that are not done.
-
-    Raises `UserError` for more damaged records than the config allows.
-    """
-    partial = partial_of(folder)
-    if has_manifest(folder) or has_manifest(partial):
-        return
-    progress = [read_progress(partial, number) for number in range(len(plan.pieces))]
-    damaged = sum(each.damaged for each in progress)
-    check_damage(config, damaged, partial)
-    mine = [number for number in range(task, len(plan.pieces), tasks) if not progress[number].done]
+    """Make those pieces that are not done. Raises `UserError`, also for too much damage."""
+    parts = [finished_part(partial, number) for number in range(len(plan.pieces))]
+    damaged = [each for part in parts if part for each in part.damaged]
+    check_damage(damaged, plan.files)
+    mine = [number for number in mine if not parts[number]]
     if not mine:
         return
     began = time.monotonic()
-    encoder = make_encoder(config, sizes)
-    total = sum(plan.piece_size(number) for number in mine)
-    read = sum(progress[number].read for number in mine)
+    source, vocab_size = parse_source(config.source), load_tokenizer(config.tokenizer).vocab_size
+    encoder = Encoder(
+        source.kind,
+        source.field,
+        config.tokenizer,
+        config.validation_fraction,
+        smallest_dtype(vocab_size),
+        sizes.document,
+        config.begin_token,
+    )
+    total, plan_file = sum(plan.size(number) for number in mine), partial / PLAN
     processes = config.processes or own_cores()
-    if encoder.kind != "hf":  # no more than there are blocks
-        processes = max(1, min(processes, -(-(total - read) // sizes.block)))
+    if source.kind != "hf":  # no more than there are blocks
+        processes = max(1, min(processes, -(-total // sizes.block)))
+
+    def blocks() -> Iterator[tuple[PieceWriter, Block | None]]:
+        """Yield the blocks of pieces, each with its writer; None ends a piece."""
+        for number in mine:
+            if not plan_file.exists():  # another process has made the folder complete
+                return
+            writer = PieceWriter(partial, number, encoder.dtype, sizes.shard_tokens)
+            if not plan_file.exists():  # while this one has waited
+                return
+            if not writer.done:
+                for block in read_piece(plan.pieces[number], source, sizes):
+                    yield writer, block
+            yield writer, None
+
     what = f"tokenising {config.source} ({config.tokenizer})"
-    unit = " shards" if encoder.kind == "hf" else "B"
-    with ProgressBar(what, total, read, unit) as bar, start_workers(encoder, processes) as submit:
-        blocks = read_pieces(config, plan, partial, mine, encoder.dtype, sizes)
-        for writer, block, future in in_order(blocks, submit, AHEAD * processes):
-            before = writer.progress.read
+    unit = " shards" if source.kind == "hf" else "B"
+    with ProgressBar(what, total, 0, unit) as bar, start_pool(encoder, processes) as submit:
+        for writer, block, future in in_order(blocks(), submit, AHEAD * processes):
             if block is None or future is None:
-                writer.close(plan.piece_size(writer.number))
-                bar.add(writer.progress.read - before)
+                writer.close()
                 continue
             encoded = future.result()
-            writer.add(block, encoded)
-            bar.add(block.read - before, encoded)
-            damaged += len(encoded.damaged)
-            if damaged > config.max_damaged:
-                writer.save()
-                check_damage(config, damaged, partial)
+            writer.add(encoded)
+            bar.add(sum(part.read for part in block), encoded)
+            damaged += encoded.damaged
+            if encoded.damaged:
+                check_damage(damaged, plan.files)
     seconds = time.monotonic() - began
     say(
         f"tokenising took {seconds:,.1f} s: {bar.text / 1e6:,.1f} MB to {bar.tokens:,} tokens, "
@@ -178,45 +269,11 @@ def make_pieces(
     )
 
 
-def make_encoder(config: ResolvedData, sizes: Sizes) -> Encoder:
-    """Return the encoder that parses, splits and tokenises the corpus."""
-    source = parse_source(config.source)
-    return Encoder(
-        source.kind,
-        source.field,
-        config.tokenizer,
-        config.validation_fraction,
-        smallest_dtype(load_tokenizer(config.tokenizer).vocab_size),
-        sizes.document,
-        config.begin_token,
-    )
-
-
-def read_pieces(
-    config: ResolvedData,
-    plan: CorpusPlan,
-    partial: Path,
-    numbers: list[int],
-    dtype: TokenDtype,
-    sizes: Sizes,
-) -> Iterator[tuple[PieceWriter, TextBlock | None]]:
-    """Yield the blocks that are left of pieces, each with its writer; None ends a piece."""
-    source = parse_source(config.source)
-    for number in numbers:
-        if not has_plan(partial):  # gone once another process has made the folder complete
-            return
-        # A piece has one writer: another process may have been started on it too.
-        writer = PieceWriter(partial, number, dtype, sizes.shard_tokens)
-        if not has_plan(partial):
-            return
-        if not writer.progress.done:
-            for block in read_piece(plan.pieces[number], source, writer.progress.position, sizes):
-                yield writer, block
-        yield writer, None
+Submitted = tuple[PieceWriter, Block | None, "Future[Encoded] | None"]
 
 
 def in_order(
-    blocks: Iterable[tuple[PieceWriter, TextBlock | None]], submit: Submit, ahead: int
+    blocks: Iterable[tuple[PieceWriter, Block | None]], submit: Submit, ahead: int
 ) -> Iterator[Submitted]:
     """Yield blocks in their order, submitted; at most `ahead` after each are under way."""
     pending: deque[Submitted] = deque()
@@ -227,19 +284,60 @@ def in_order(
     yield from pending
 
 
-def complete_folder(config: ResolvedData, plan: CorpusPlan, folder: Path, sizes: Sizes) -> None:
-    """Make the folder complete if all pieces are done, and no other process has done so."""
+@contextlib.contextmanager
+def start_pool(encoder: Encoder, count: int) -> Iterator[Submit]:
+    """Let `count` processes tokenise what the body submits. One is this process itself.
 
-    def texts_of(number: int) -> Iterator[str]:
-        encoder, source = make_encoder(config, sizes), parse_source(config.source)
-        for block in read_piece(plan.pieces[number], source, (0, 0, 0), sizes):
-            yield from encoder.texts(block)
+    Raises `UserError` where one of them dies. They end with the body, and with this process.
+    """
+    if count == 1:
 
-    partial = partial_of(folder)
-    if has_manifest(folder):
+        def encode(block: Block) -> "Future[Encoded]":
+            future: Future[Encoded] = Future()
+            future.set_result(encoder.encode(block))
+            return future
+
+        yield encode
         return
-    if not has_manifest(partial):
-        if not all(read_progress(partial, number).done for number in range(len(plan.pieces))):
-            return
-        finish_folder(config, plan, partial, texts_of)
-    rename_folder(partial, Path(os.path.realpath(folder)))
+    context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
+    with as_here():
+        pool = ProcessPoolExecutor(count, context, begin_worker, (encoder,))
+
+    def submit(block: Block) -> "Future[Encoded]":
+        with as_here():  # it may start a process
+            return pool.submit(encode_block, block)
+
+    try:
+        yield submit
+    except BaseException as error:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise UserError(
+                "a process that tokenises has died: start again to continue; with less memory, set "
+                "data.processes lower"
+            ) from None
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def as_here() -> Iterator[None]:
+    """Keep from processes that the body starts what they must not have.
+
+    That is this one's main module, which may be a script of the user's and would start all over;
+    modules of the current folder in place of Python's; Ctrl-C; and a warning of what this process
+    leaves behind if it is killed.
+    """
+    main, before = sys.modules["__main__"], {name: os.environ.get(name, "") for name in VARIABLES}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    os.environ.update(VARIABLES)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        os.environ.update(before)  # "" is as none
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

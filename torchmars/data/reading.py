@@ -1,4 +1,4 @@
-"""From a piece of the corpus to blocks of whole documents.
+"""From a corpus to pieces, and from a piece to blocks of whole documents.
 
 This runs in one process, so it does no more than it must: it decompresses, and finds where lines
 and documents end. `documents` handles their contents.
@@ -6,72 +6,207 @@ and documents end. `documents` handles their contents.
 
 import bz2
 import lzma
+import re
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchmars.config.entries import declare
-from torchmars.config.source import DataSource, reader_of
+from torchmars.config.source import KINDS, DataSource, reader_of
 from torchmars.core.errors import UserError, needs_package
 from torchmars.core.places import place
-from torchmars.data.corpus import Input, Piece, Sizes, is_plain
-from torchmars.data.documents import SEPARATOR, Damage, Position, Record, TextBlock, TextPart
-from torchmars.data.rows import dataset_parts, parquet_parts
+from torchmars.data.corpus import Input, Piece, Sizes
+from torchmars.data.documents import SEPARATOR, Damage, LostFile, Record, TextPart
+from torchmars.data.hub import load_dataset
+from torchmars.data.rows import dataset_parts, parquet_parts, row_groups
 from torchmars.storage import storage_of
 
-CHUNK = 2**20  # bytes read at once of a plain file
-COMPRESSED_CHUNK = 2**16  # of a compressed one, which may become many times as long
-ZSTD_SLICE = 64  # bytes given to zstd at once: blocks of at least 4, each of 128 KiB at most
+PIECES = 2048  # about how many pieces a large corpus has
+LOOKS = 8  # files that are looked at side by side: stores answer late
+CHUNK = 2**18  # bytes read at once
+SLICE = 64  # bytes decompressed at once: at most 2 MiB, of blocks of zstd of 4 bytes and 128 KiB
+DEEPEST = 3  # packings within each other
+# Where a range may begin. Other forms of these lines end documents too.
+BORDERS = {"jsonl": re.compile(rb"\n"), "text": re.compile(rb"\n<\|endoftext\|>\r?\n")}
+MAGIC = re.compile(
+    rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
+    rb"|(?P<xz>\xfd7zXZ\0)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))"
+)
+POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-def read_piece(
-    piece: Piece, source: DataSource, start: Position, sizes: Sizes
-) -> Iterator[TextBlock]:
-    """Yield the blocks of a piece from `start` on. Raises `UserError`."""
-    number, offset, lines = start
-    before = sum(each.size for each in piece[:number])
-    parts: list[TextPart] = []
+def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> list[Piece]:
+    """Return the pieces of a corpus whose files have so many bytes.
+
+    They depend on the corpus alone: consecutive files make one piece up to its size, and a larger
+    one is cut where its kind allows it. Raises `UserError`.
+    """
+    if source.kind == "hf":
+        count = load_dataset(source).num_shards
+        return [[Input(source.dataset, 1, number, count)] for number in range(count)]
+    size = max(sizes.piece, sum(files.values()) // PIECES)
+
+    def cut(name: str) -> list[Input]:
+        whole = Input(name, files[name])
+        try:
+            if source.kind == "parquet":
+                return row_groups(whole, source.field, size)
+            return text_ranges(whole, source.kind, size) if KINDS[source.kind].plain else [whole]
+        except OSError as error:
+            raise cannot_read(name, error) from None
+
+    pieces: list[Piece] = []
+    room = 0
+    with ThreadPoolExecutor(LOOKS) as threads:
+        for inputs in threads.map(cut, files):
+            if pieces and len(inputs) == 1 and inputs[0].size <= room:
+                pieces[-1] += inputs
+                room -= inputs[0].size
+            else:
+                pieces += [[each] for each in inputs]
+                room = size - inputs[0].size if len(inputs) == 1 else 0
+    return pieces
+
+
+def text_ranges(whole: Input, kind: str, size: int) -> list[Input]:
+    """Return ranges of a file, of at least `size` bytes if it is plain; all of it if not.
+
+    Each begins where a line of JSON or a document does. Raises `OSError`.
+    """
+    if whole.size <= size:
+        return [whole]
+    with open_place(whole.name) as stream:
+        if MAGIC.match(stream.read(16)):
+            return [whole]
+        cuts = [0]
+        while cuts[-1] + size < whole.size:
+            cuts.append(border_after(stream, cuts[-1] + size, BORDERS.get(kind, BORDERS["text"])))
+        ends = [cut for cut in cuts[1:] if cut < whole.size] + [whole.size]
+    return [Input(whole.name, end - begin, begin, end) for begin, end in zip(cuts, ends)]
+
+
+def border_after(stream: Any, at: int, border: re.Pattern[bytes]) -> int:
+    """Return where the first border after a byte of a file ends; beyond the file if there is none.
+
+    It reads past the stream's buffer, which has many megabytes of a store.
+    """
+    stream.raw.seek(at)
+    data = b""
+    while chunk := stream.raw.read(CHUNK):
+        data += chunk
+        if found := border.search(data):
+            return at + found.end()
+        at, data = at + len(data[:-32]), data[-32:]
+    return 2**62
+
+
+def open_place(name: str) -> BinaryIO:
+    """Open a file of the corpus. Raises `OSError`, and `UserError` for a store's."""
+    path = place(name, pattern=True)
+    return path.open("rb") if isinstance(path, Path) else storage_of(path).open(path)
+
+
+def cannot_read(name: str, error: OSError) -> UserError:
+    """Return the error of a file that the disk does not give."""
+    return UserError(
+        f"cannot read {name} of the corpus: {error.strerror or error}: start again when it can be "
+        "read; what is done is kept"
+    )
+
+
+def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[list[TextPart]]:
+    """Yield the blocks of a piece: parts that are tokenised at once. Raises `UserError`."""
+    reader = reader_of(READERS, source.kind)
+    block: list[TextPart] = []
     size = 0
-    for each in piece[number:]:
-        number += 1
-        for part in read_input(each, source, offset, lines, sizes):
-            parts.append(part)
-            size += part.size
-            if size >= sizes.block:
-                end = (number, 0, 0) if part.last else (number - 1, part.offset, part.lines)
-                yield TextBlock(parts, end, before + part.read)
-                parts, size = [], 0
-        before += each.size
-        offset = lines = 0
-    if parts:
-        yield TextBlock(parts, (number, 0, 0), before)
+    for each in piece:
+        try:
+            for part in reader(each, source, sizes):
+                block.append(part)
+                size += part.size
+                if size >= sizes.block:
+                    yield block
+                    block, size = [], 0
+        except OSError as error:
+            raise cannot_read(each.name, error) from None
+    if block:
+        yield block
 
 
-def read_input(
-    each: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
-) -> Iterator[TextPart]:
-    """Yield an input part by part, from an offset on. Raises `UserError`."""
-    try:
-        yield from reader_of(READERS, source.kind)(each, source, offset, lines, sizes)
-    except OSError as error:
-        raise UserError(
-            f"cannot read {each.name} of the corpus: {error.strerror or error}: start again when "
-            "it can be read; what is done is kept"
-        ) from None
+def text_parts(each: Input, source: DataSource, sizes: Sizes) -> Iterator[TextPart]:
+    """Yield a file of text or of lines, or a range of it, in parts of whole documents or lines.
+
+    A document of more than `sizes.document` bytes is cut at a line end, a longer line is damaged.
+    """
+    of_lines = source.kind == "jsonl"
+    border = last_line if of_lines else last_document
+    unit = "byte" if each.begin else "line"
+    first, want, seen, skipping = each.begin, sizes.block, each.begin, False
+    data = bytearray()
+    lost: list[Record] = []
+
+    with open_place(each.name) as stream:
+
+        def part(content: bytes | list[Record], lines: int, length: int) -> TextPart:
+            nonlocal first, seen
+            begin, first = first, first + (length if unit == "byte" else lines)
+            read, seen = stream.tell() - seen, stream.tell()
+            return TextPart(each.name, content, begin, unit, read)
+
+        def taken(end: int) -> TextPart:
+            content = bytes(data[:end])
+            del data[:end]
+            return part(content, content.count(b"\n"), end)
+
+        for chunk in told_at_end(contents(stream, each), lost):
+            data += chunk
+            if skipping:
+                end = data.find(b"\n") + 1
+                first += (end or len(data)) if unit == "byte" else 0
+                del data[: end or len(data)]
+                skipping = not end
+            while len(data) >= want and not skipping:
+                end = border(data)
+                if not end and len(data) <= sizes.document:
+                    want = len(data) + sizes.block
+                    break
+                want = sizes.block
+                end = end or (0 if of_lines else data.rfind(b"\n", 0, sizes.document) + 1)
+                if end:
+                    yield taken(end)
+                else:
+                    problem = Damage(f"its line is longer than {sizes.document:,} bytes")
+                    end, skipping = data.find(b"\n") + 1, b"\n" not in data
+                    yield part([problem], 1, end or len(data))
+                    del data[: end or len(data)]
+        if end := border(data) if lost else len(data):
+            yield taken(end)
+        if lost:
+            yield part(lost, 0, 0)
 
 
-def text_parts(
-    each: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
-) -> Iterator[TextPart]:
-    """Yield a file of text or of lines from byte `offset` on, before which are `lines` lines."""
-    path = place(each.name, pattern=True)
-    with path.open("rb") if isinstance(path, Path) else storage_of(path).open(path) as file:
-        yield from TextReader(file, each, source.kind, offset).parts(lines, sizes)
+def last_line(data: bytearray) -> int:
+    """Return where the last whole line ends; 0 if there is none."""
+    return data.rfind(b"\n") + 1
+
+
+def last_document(data: bytearray) -> int:
+    """Return where the last line that ends a document ends; 0 if there is none."""
+    at = len(data)
+    while (at := data.rfind(SEPARATOR, 0, at)) >= 0:
+        begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at) + 1
+        if end and data[begin:end].strip() == SEPARATOR:
+            return end
+        at = begin
+    return 0
 
 
 # By the kind of a source. `Encoder` makes documents of the parts: of rows each is one already.
-READERS: dict[str, Callable[[Input, DataSource, int, int, Sizes], Iterator[TextPart]]] = {
+READERS: dict[str, Callable[[Input, DataSource, Sizes], Iterator[TextPart]]] = {
     "stdlib": text_parts,
     "text": text_parts,
     "jsonl": text_parts,
@@ -85,230 +220,80 @@ declare(
 )
 
 
-class TextReader:
-    """The unread rest of a file of text or of lines, or of a range of it.
+def told_at_end(chunks: Iterable[bytes], lost: list[Record]) -> Iterator[bytes]:
+    """Yield chunks up to damage, which is put into a list."""
+    try:
+        yield from chunks
+    except LostFile as damage:
+        lost.append(damage)
 
-    A line belongs to the range that has the newline before it, and a document to the one in which
-    the separator before it begins. So ranges need not know of each other.
+
+def contents(stream: BinaryIO, each: Input) -> Iterator[bytes]:
+    """Yield the bytes of a range of a plain file, or of a whole file, whatever it is packed by.
+
+    Its first bytes tell, not its name. However much comes out, it comes in pieces of about a
+    megabyte at most. Raises `LostFile` where it is damaged or cut short.
     """
-
-    def __init__(self, file: BinaryIO, source: Input, kind: str, offset: int) -> None:
-        self.file, self.input = file, source
-        self.plain = is_plain(kind, source.name)
-        self.mark = self.next_separator if kind != "jsonl" else self.next_line
-        self.stop = source.end or 2**62
-        self.entered = offset > 0 or source.begin == 0
-        self.begin = offset if self.entered else source.begin - 1
-        """Where `data` begins in the file, or in the contents of a compressed file."""
-        self.data = bytearray()
-        self.chunks = (read_plain if self.plain else read_compressed)(file, self.begin)
-        self.ended = False
-        self.damage: Damage | None = None
-        """Why the file cannot be read to its end."""
-
-    def parts(self, lines: int, sizes: Sizes) -> Iterator[TextPart]:
-        """Yield the rest part by part; `lines` lines are before it."""
-        unit = "byte" if self.input.begin else "line"
-        of_lines = self.mark == self.next_line
-        last = not (self.entered or self.enter())
-        while not last:
-            want = min(sizes.block, max(0, self.stop - self.begin))
-            size, last = self.documents(want, sizes.document)
-            first = self.begin if unit == "byte" else lines
-            content: bytes | list[Record] = bytes(self.data[:size])
-            lines += self.data.count(b"\n", 0, size)
-            self.drop(size)
-            if not size and not last:
-                content = [Damage(f"its line is longer than {sizes.document:,} bytes")]
-                lines += 1
-                last = not self.drop_line() or of_lines and self.begin > self.stop
-            if content:
-                done = last and not self.damage
-                yield TextPart(
-                    self.input.name, content, first, unit, self.begin, lines, self.read(), done
-                )
-        if self.damage:
-            first = self.begin if unit == "byte" else lines
-            place = self.begin, lines, self.input.size
-            yield TextPart(self.input.name, [self.damage], first, unit, *place, last=True)
-
-    def documents(self, want: int, longest: int) -> tuple[int, bool]:
-        """Return the length of documents at the start of the data, and whether they are the last.
-
-        They have at least `want` bytes if there are as many. They have none where a line of more
-        than `longest` bytes comes first. A longer document is cut at a line end.
-        """
-        if found := self.mark(want, want + longest):
-            return found[1], self.begin + found[0] >= self.stop
-        if self.ended and not self.damage:
-            return len(self.data), True
-        whole = 0  # of what was read, only whole documents
-        seen = len(self.data) if self.ended else want
-        while (found := self.mark(whole, 0)) and found[1] <= seen:
-            whole = found[1]
-        if self.ended:
-            return whole, True
-        return whole or self.data.rfind(b"\n", 0, longest) + 1, False
-
-    def next_line(self, start: int, limit: int) -> tuple[int, int] | None:
-        """Return begin and end of the first newline at or after `start`.
-
-        None if there is none in `limit` bytes. All is relative to the data's begin.
-        """
-        at = self.find(b"\n", start, limit)
-        return None if at < 0 else (at, at + 1)
-
-    def next_separator(self, start: int, limit: int) -> tuple[int, int] | None:
-        """Return begin and end of the first separator line that begins at or after `start`.
-
-        None if there is none in `limit` bytes. All is relative to the data's begin.
-        """
-        at = self.find(SEPARATOR, start, limit)
-        while at >= 0:
-            begin = self.data.rfind(b"\n", 0, at) + 1
-            end = self.find(b"\n", at, limit) + 1
-            if not end:
-                if not self.ended or self.damage:
-                    return None
-                end = len(self.data)
-            if begin >= start and self.data[begin:end].strip() == SEPARATOR:
-                return begin, end
-            at = self.find(SEPARATOR, end, limit)
-        return None
-
-    def find(self, what: bytes, start: int, limit: int) -> int:
-        """Return where `what` is next in the data; -1 if it is not there.
-
-        Reads more of the file for it while there are no more than `limit` bytes.
-        """
-        while (at := self.data.find(what, start)) < 0:
-            start = max(start, len(self.data) - len(what) + 1)
-            if len(self.data) > limit or not self.grow():
-                return -1
-        return at
-
-    def grow(self) -> bool:
-        """Read more. Return whether there was more. Raises `OSError`."""
-        try:
-            self.data += next(self.chunks)
-        except StopIteration:
-            self.ended = True
-        except Damage as damage:
-            self.ended, self.damage = True, damage
-        return not self.ended
-
-    def enter(self) -> bool:
-        """Go to where the first line or document of a range begins. Return whether there is one."""
-        while self.begin < self.stop:
-            if found := self.mark(1, CHUNK):
-                mine = self.begin + found[0] < self.stop
-                self.drop(found[1])
-                return mine
-            if self.ended:
-                return False
-            newline = self.data.rfind(b"\n")  # it stays: a line begins after it
-            self.drop(newline if newline > 0 else len(self.data) - 1)
-        return False
-
-    def drop(self, count: int) -> None:
-        """Forget the first bytes of the data."""
-        del self.data[:count]
-        self.begin += count
-
-    def drop_line(self) -> bool:
-        """Forget a line, however long it is. Return whether there is something after it."""
-        while (at := self.data.find(b"\n")) < 0:
-            self.drop(len(self.data))
-            if not self.grow():
-                return False
-        self.drop(at + 1)
-        return True
-
-    def read(self) -> int:
-        """Return how many bytes of the file, or of the range, have been read."""
-        at = self.begin - self.input.begin if self.plain else self.file.tell()
-        return min(self.input.size, at)
+    if each.end is not None:
+        stream.seek(each.begin)
+        for begin in range(each.begin, each.end, CHUNK):
+            yield stream.read(min(CHUNK, each.end - begin))
+        return
+    chunks: Iterator[bytes] = iter(partial(stream.read, CHUNK), b"")
+    for _ in range(DEEPEST + 1):
+        start = b""
+        while len(start) < len(POINTER) and (chunk := next(chunks, b"")):
+            start += chunk
+        chunks = chain([start], chunks)
+        found = MAGIC.match(start)
+        if not found:
+            if start.startswith(POINTER):
+                raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")
+            yield from chunks
+            return
+        chunks = decompressed(chunks, str(found.lastgroup), each.name)
+    raise LostFile(f"it is packed more than {DEEPEST} times")
 
 
-def read_plain(file: BinaryIO, offset: int) -> Iterator[bytes]:
-    """Yield a file from an offset on."""
-    file.seek(offset)
-    while chunk := file.read(CHUNK):
-        yield chunk
-
-
-def read_compressed(file: BinaryIO, offset: int) -> Iterator[bytes]:
-    """Yield the contents of a compressed file from an offset on.
-
-    Raises `Damage` where it is damaged or cut short.
-    """
-    for chunk in decompressed(file):
-        if offset < len(chunk):
-            yield chunk[offset:]
-        offset = max(0, offset - len(chunk))
-
-
-def decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the contents of a file, which may have been compressed in several streams.
-
-    However much that is, it comes in pieces of about `CHUNK` at most. Raises `Damage`.
-    """
-    begin, contents = decoder_of(file.name)
-    stream = None
-    while chunk := file.read(COMPRESSED_CHUNK):
-        while chunk:
-            stream = stream or begin()
+def decompressed(chunks: Iterable[bytes], packing: str, name: str) -> Iterator[bytes]:
+    """Yield what was compressed, in one stream or several. Raises `LostFile`."""
+    stream: Any = None
+    limit = [CHUNK] if packing in ("xz", "bz2") else []  # others give all that a slice holds
+    for chunk in chunks:
+        found, rest = bytearray(), memoryview(chunk)
+        while rest:
+            if not stream:
+                stream = decoder_of(packing, name)
             try:
-                rest = yield from contents(stream, chunk)
+                found += stream.decompress(rest[:SLICE], *limit)
+                while limit and not (stream.eof or stream.needs_input):
+                    yield bytes(found)
+                    found[:] = stream.decompress(b"", CHUNK)
             except Exception as error:  # each of the libraries has its own
-                raise Damage(f"from here on it cannot be decompressed ({error})") from None
-            if not stream.eof:
-                break
-            chunk = (stream.unused_data + rest).lstrip(b"\0")  # padding between streams
-            stream = None
+                yield bytes(found)
+                raise LostFile(f"from here on it cannot be decompressed ({error})") from None
+            rest = rest[SLICE:]
+            if stream.eof:
+                left = len(rest) + len(stream.unused_data)
+                # There may be padding between streams.
+                rest = memoryview(chunk[len(chunk) - left :].lstrip(b"\0"))
+                chunk, stream = bytes(rest), None
+            if len(found) >= CHUNK:
+                yield bytes(found)
+                found.clear()
+        yield bytes(found)
     if stream:
-        raise Damage("it is cut short here")
+        raise LostFile("it is cut short here")
 
 
-# Yields the contents of a stream's bytes. Returns bytes that are not part of the stream.
-Contents = Generator[bytes, None, bytes]
-
-
-def decoder_of(name: str) -> tuple[Callable[[], Any], Callable[[Any, bytes], Contents]]:
-    """Return the magic bytes of a stream by a file's name, and its contents. Raises `UserError`."""
-    if name.endswith(".gz"):
-        return lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), gzip_contents
-    if name.endswith(".xz"):
-        return lzma.LZMADecompressor, xz_contents
-    if name.endswith(".bz2"):
-        return bz2.BZ2Decompressor, xz_contents
+def decoder_of(packing: str, name: str) -> Any:
+    """Return what decompresses a stream of a file. Raises `UserError`."""
+    if packing == "gzip":
+        return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    if packing == "xz":
+        return lzma.LZMADecompressor()
+    if packing == "bz2":
+        return bz2.BZ2Decompressor()
     with needs_package("zstandard", f"reading {name}"):
         import zstandard
-    return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj, zstd_contents
-
-
-def gzip_contents(stream: Any, chunk: bytes) -> Contents:
-    while chunk and not stream.eof:
-        yield stream.decompress(chunk, CHUNK)
-        chunk = stream.unconsumed_tail
-    return b""
-
-
-def xz_contents(stream: Any, chunk: bytes) -> Contents:
-    yield stream.decompress(chunk, CHUNK)
-    while not (stream.eof or stream.needs_input):
-        yield stream.decompress(b"", CHUNK)
-    return b""
-
-
-def zstd_contents(stream: Any, chunk: bytes) -> Contents:
-    found = bytearray()
-    for at in range(0, len(chunk), ZSTD_SLICE):  # it gives all that its input holds
-        found += stream.decompress(chunk[at : at + ZSTD_SLICE])
-        if stream.eof:
-            break
-        if len(found) >= COMPRESSED_CHUNK:
-            yield bytes(found)
-            found.clear()
-    yield bytes(found)
-    return chunk[at + ZSTD_SLICE :]
+    return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()

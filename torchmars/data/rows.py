@@ -1,8 +1,6 @@
 """Rows of tables: Parquet files, and data sets of Hugging Face."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,184 +8,160 @@ from typing import Any
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, needs_package
 from torchmars.core.places import place
-from torchmars.data.corpus import Input, Sizes, in_a_line, load_dataset
-from torchmars.data.documents import Damage, Record, TextPart
+from torchmars.data.corpus import Input, Sizes
+from torchmars.data.documents import LostFile, Record, TextPart
+from torchmars.data.hub import in_a_line, load_dataset
 from torchmars.storage import storage_of
 
 ROWS = 256  # read at once of a Parquet file
-READERS = 8  # files whose columns are looked at side by side
-# Arrow's names of types of text, as files have it: without the word that it is text, and where
-# whoever wrote it had none.
-TEXT = (
-    *("string", "large_string", "string_view"),
-    *("binary", "large_binary", "binary_view", "null"),
-)
-
-
-def parquet_parts(
-    file: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
-) -> Iterator[TextPart]:
-    """Yield a Parquet file from row `offset` on.
-
-    Raises `UserError` if it has no column of text of the source's name.
-    """
-    field, size = source.field, sizes.block
-    try:
-        table = open_table(file.name)
-    except Damage as damage:
-        yield TextPart(file.name, [damage], offset, "row", offset, read=file.size, last=True)
-        return
-    with table:
-        check_column(table.schema_arrow, field, file.name)
-        rows = column_values(table, field, offset)
-        yield from row_parts(file, rows, offset, size, table.metadata.num_rows)
+TEXT = ("string", "large_string")  # Arrow's types
 
 
 def open_table(name: str) -> Any:
-    """Open a Parquet file. Raises `Damage`."""
+    """Open a Parquet file. Raises `LostFile`, and an `OSError` of the disk."""
     with needs_package("pyarrow", f"reading {name}"):
         import pyarrow.parquet
     path = place(name, pattern=True)
+    opened = path.open("rb") if isinstance(path, Path) else storage_of(path).open(path)
     try:
-        opened = path if isinstance(path, Path) else storage_of(path).open(path)
         # pre_buffer would hold all row groups in memory.
         table = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)
         table.schema_arrow.names  # noqa: B018, which the footer may not have either
         return table
     except (pyarrow.ArrowException, OSError) as error:
-        raise damage_of(error) from None
+        opened.seek(0)
+        start = opened.read(100).lstrip()
+        if start.startswith((b"<", b"version https://git-lfs")):
+            raise LostFile(f"it is no Parquet file, but begins with {start[:30]!r}") from None
+        raise lost_file(error) from None
 
 
-def column_values(table: Any, field: str, offset: int) -> Iterator[bytes | None]:
-    """Yield a column's values in UTF-8 from row `offset` on. Raises `Damage`."""
-    import pyarrow
-
-    try:
-        if is_null(table, field):
-            raise Damage(f"its column {field!r} is null in all {table.metadata.num_rows:,} rows")
-        for group in range(table.num_row_groups):
-            count = table.metadata.row_group(group).num_rows
-            if offset >= count:
-                offset -= count
-                continue
-            for batch in table.iter_batches(ROWS, row_groups=[group], columns=[field]):
-                column = batch.column(batch.schema.get_field_index(field))
-                if isinstance(column.type, pyarrow.BaseExtensionType):
-                    column = column.storage
-                if pyarrow.types.is_dictionary(column.type):
-                    column = column.dictionary_decode()
-                # As bytes, so that a value that is not UTF-8 is one damaged record.
-                yield from column.cast(pyarrow.large_binary()).to_pylist()[offset:]
-                offset = max(0, offset - len(column))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise damage_of(error) from None
-
-
-def is_null(table: Any, field: str) -> bool:
-    """Return whether a file with rows says that all values of a column are null."""
-    metadata = table.metadata
-    if str(table.schema_arrow.field(field).type) == "null":
-        return bool(metadata.num_rows)
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    return bool(metadata.num_rows) and all(
-        leaf.is_stats_set and leaf.statistics.null_count == group.num_rows
-        for group in groups
-        for leaf in map(group.column, range(group.num_columns))
-        if leaf.path_in_schema == field
-    )
-
-
-def damage_of(error: Exception) -> Damage:
+def lost_file(error: Exception) -> LostFile:
     """Return Arrow's error on a file's content; an error of the disk is raised as it is."""
-    if isinstance(error, OSError) and error.errno is not None:  # of the disk, not the content
+    if isinstance(error, OSError) and error.errno is not None:
         raise error
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    return Damage(f"from here on it cannot be read ({reason})")
+    return LostFile(f"from here on it cannot be read ({in_a_line(error)})")
 
 
-def check_columns(files: Sequence[str], field: str) -> None:
-    """Raise `UserError` for the first Parquet file that has no column of text of this name.
+def row_groups(whole: Input, field: str, size: int) -> list[Input]:
+    """Return a Parquet file as runs of row groups, of at least `size` bytes.
 
-    A file that cannot be read is left to whoever reads its rows.
+    Raises `UserError` if it has no column of text of this name. A file that cannot be read is left
+    to whoever reads its rows.
     """
-
-    def check(name: str) -> None:
-        with contextlib.suppress(Damage), open_table(name) as table:
-            check_column(table.schema_arrow, field, name)
-
-    with ThreadPoolExecutor(READERS) as threads:  # reads of a store answer late
-        for _ in threads.map(check, files):
-            pass
+    try:
+        table = open_table(whole.name)
+    except LostFile:
+        return [whole]
+    with table:
+        check_column(table.schema_arrow, field, whole.name)
+        if whole.size <= size:
+            return [whole]
+        rows = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
+    inputs: list[Input] = []
+    begin, first, total = 0, 0, sum(rows)
+    for group, count in enumerate(rows, start=1):
+        first += count
+        if whole.size * first // total - begin >= size or group == len(rows):
+            start = inputs[-1].end if inputs else 0
+            end = whole.size if group == len(rows) else whole.size * first // total
+            inputs.append(Input(whole.name, end - begin, start or 0, group))
+            begin = end
+    return inputs or [whole]
 
 
 def check_column(schema: Any, field: str, name: str) -> None:
     """Raise `UserError` if a Parquet file has no column of text of this name, or several."""
     count = schema.names.count(field)
-    if count > 1:
+    if count != 1:
+        has = f"has {count} columns {field!r}" if count else f"has no column {field!r}"
         raise UserError(
-            f"data.source: {name} has {count} columns {field!r}, and which one is meant is not "
-            "known: write it again with one"
-        )
-    if not count:
-        raise UserError(
-            f"data.source: {name} has no column {field!r}: name one of "
-            f"{', '.join(schema.names)} (parquet:GLOB:FIELD)"
+            f"data.source: {name} {has}: name one of {', '.join(schema.names)} (parquet:GLOB:FIELD)"
         )
     kind = schema.field(field).type
-    inner = getattr(kind, "storage_type", kind)  # which an extension type has
-    inner = inner.value_type if str(inner).startswith("dictionary<") else inner
-    # Of bytes without a word on what they are, that they are text is found out by reading them.
-    of_bytes = str(inner) in TEXT or inner is kind and str(kind).startswith("fixed_size_binary[")
-    if not of_bytes:
+    if str(kind) not in TEXT:
         raise UserError(
-            f"data.source: the column {field!r} of {name} is {kind}, not text: name another one "
-            "(parquet:GLOB:FIELD)"
+            f"data.source: the column {field!r} of {name} is {kind}, not text "
+            f"({' or '.join(TEXT)}): name another one (parquet:GLOB:FIELD)"
         )
 
 
-def dataset_parts(
-    shard: Input, source: DataSource, offset: int, lines: int, sizes: Sizes
-) -> Iterator[TextPart]:
-    """Yield a shard of a data set of Hugging Face from row `offset` on.
+def parquet_parts(each: Input, source: DataSource, sizes: Sizes) -> Iterator[TextPart]:
+    """Yield the rows of a Parquet file, or of some of its row groups.
+
+    Raises `UserError` if it has no column of text of the source's name.
+    """
+    try:
+        table = open_table(each.name)
+    except LostFile as damage:
+        yield TextPart(each.name, [damage], 0, "row", each.size)
+        return
+    with table:
+        check_column(table.schema_arrow, source.field, each.name)
+        groups = range(each.begin, table.num_row_groups if each.end is None else each.end)
+        counts = [table.metadata.row_group(n).num_rows for n in range(groups.stop)]
+        first, count = sum(counts[: groups.start]), sum(counts[groups.start :])
+        values = column_values(table, source.field, list(groups))
+        yield from row_parts(each, values, sizes.block, first, count)
+
+
+def column_values(table: Any, field: str, groups: list[int]) -> Iterator[bytes | None]:
+    """Yield a column's values in UTF-8. Raises `LostFile`."""
+    import pyarrow
+
+    try:
+        for batch in table.iter_batches(ROWS, row_groups=groups, columns=[field]):
+            column = batch.column(batch.schema.get_field_index(field))
+            # As bytes, so that a value that is not UTF-8 is one damaged record.
+            yield from column.cast(pyarrow.large_binary()).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise lost_file(error) from None
+
+
+def dataset_parts(shard: Input, source: DataSource, sizes: Sizes) -> Iterator[TextPart]:
+    """Yield a shard of a data set of Hugging Face.
 
     Raises `UserError` for whatever its files or its network raise.
     """
-    data = load_dataset(source).shard(num_shards=shard.shards, index=shard.shard)
-    rows = (row.get(source.field) for row in islice(data, offset, None))
+    data = load_dataset(source).shard(num_shards=shard.end, index=shard.begin)
     try:
-        yield from row_parts(shard, rows, offset, sizes.block)
+        yield from row_parts(shard, (row.get(source.field) for row in data), sizes.block)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
-            f"cannot read shard {shard.shard} of the data set {shard.name} "
+            f"cannot read shard {shard.begin} of the data set {shard.name} "
             f"({in_a_line(error)}): start again to continue; what is done is kept"
         ) from None
 
 
 def row_parts(
-    source: Input, rows: Iterator[Any], first: int, size: int, count: int = 0
+    each: Input, rows: Iterator[Any], size: int, first: int = 0, count: int = 0
 ) -> Iterator[TextPart]:
-    """Yield values of rows in parts of about `size` bytes; `count` is the number of all rows.
+    """Yield values of rows, of which the first has a number, in parts of about `size` bytes.
 
-    If they cannot be read to the end, why is the last value.
+    `count` is the number of all rows, if it is known. If they cannot be read to the end, why is the
+    last value.
     """
-    last = False
+    last, done, read = False, 0, 0
     while not last:
         values: list[Record] = []
         length = 0
         try:
-            while length < size:
-                value = next(rows)
+            for value in islice(rows, size):
                 text = value if isinstance(value, (bytes, str)) else None
                 values.append(text)
                 length += len(text or b"") + 1
-        except StopIteration:
-            last = True
-        except Damage as damage:
+                if length >= size:
+                    break
+            else:
+                last = True
+        except LostFile as damage:
             values.append(damage)
             last = True
-        if values:
-            begin, first = first, first + len(values)
-            read = source.size if last else source.size * first // count if count else 0
-            yield TextPart(source.name, values, begin, "row", first, read=read, last=last)
+        done += len(values)
+        share = each.size if last else each.size * done // count if count else 0
+        if values or last:
+            yield TextPart(each.name, values, first, "row", share - read)
+        read = share
+        first += len(values)

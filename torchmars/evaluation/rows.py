@@ -8,8 +8,7 @@ from torchmars.core.errors import UserError, needs_package
 from torchmars.core.files import read_text
 from torchmars.core.places import local_place
 from torchmars.core.typed import meant, parse_json
-from torchmars.data.corpus import in_a_line
-from torchmars.data.hub import distrust_hub, hub_or_cache
+from torchmars.data.hub import distrust_hub, in_a_line
 from torchmars.evaluation.tasks import (
     TASKS,
     Question,
@@ -120,13 +119,12 @@ def download(task: Task, split: str) -> list[Row]:
     with needs_package("datasets", "a task of the hub"):
         import datasets
     distrust_hub()
-    with hub_or_cache() as problem:
-        try:
-            return list(datasets.load_dataset(task.dataset, task.config, split=split))
-        except UserError:
-            raise
-        except Exception as error:  # whatever the network and the hub make of it
-            raise UserError(
-                f"cannot load the task {task.dataset} from the hub "
-                f"({problem or in_a_line(error)}): name a file that has its rows, TASK=FILE.jsonl"
-            ) from None
+    try:
+        return list(datasets.load_dataset(task.dataset, task.config, split=split))
+    except UserError:
+        raise
+    except Exception as error:  # whatever the network and the hub make of it
+        raise UserError(
+            f"cannot load the task {task.dataset} from the hub ({in_a_line(error)}): name a file "
+            "that has its rows, TASK=FILE.jsonl"
+        ) from None

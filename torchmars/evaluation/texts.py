@@ -9,8 +9,8 @@ from typing import Any
 from torchmars.core.errors import UserError
 from torchmars.core.files import LARGEST, read_bytes
 from torchmars.core.tables import table
+from torchmars.data.corpus import matching_files
 from torchmars.data.documents import Damage, decode, documents_in
-from torchmars.data.files import matches
 from torchmars.data.manifest import read_manifest
 from torchmars.data.tokenizer import FileTokenizer, Tokenizer
 from torchmars.data.windows import Windows
@@ -148,7 +148,7 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     """
     windows: list[Tokens] = []
     lost = 0  # bytes of the documents before, of which the tokenizer leaves nothing
-    for file in matches(pattern, "text", "--text").told(scorer.layout.say):
+    for file in matching_files(pattern, "text", "--text", scorer.layout.say):
         try:
             for _, content in documents_in(read_bytes(file), LARGEST):
                 text = decode(content) if isinstance(content, bytes) else ""

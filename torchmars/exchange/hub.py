@@ -7,8 +7,7 @@ from typing import Any
 
 from torchmars.config.checkpoint import HF
 from torchmars.core.errors import UserError, needs_package
-from torchmars.data.corpus import in_a_line
-from torchmars.data.hub import distrust_hub
+from torchmars.data.hub import distrust_hub, in_a_line
 
 NAME = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")  # NAME or NAME@REVISION
 # All that is read of a model. Nothing else is fetched, so that no pickle is.

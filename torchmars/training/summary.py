@@ -9,7 +9,6 @@ from torchmars.config.dtypes import slow_warning
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted
-from torchmars.data import sources
 from torchmars.data.mixture import Mixture
 from torchmars.data.shares import Shares
 from torchmars.models import Model, title
@@ -41,9 +40,6 @@ def introduction(
     if slow and not native_bfloat16:
         lines += labelled("warning", slow)
     lines += labelled("data", *data_lines(config.training, data, resumed.state.shares))
-    for corpus in config.data.corpora() if layout.first else []:
-        if changed := sources.warning(corpus):
-            lines += labelled("warning", changed)
     lines += continuation(config, resumed)
     note = eager_note(config, layout.device, compiles, layout.group("tp").size)
     return lines + labelled("note", note) if note else lines
