@@ -144,6 +144,7 @@ def test_the_first_bytes_say_how_a_file_is_compressed_not_its_name(tmp_path, nam
         (gzip.compress(b"a" * 100)[:-9], "cut short"),
         (gzip.compress(b"a" * 100)[:-8] + bytes(8), "cannot be decompressed"),
     ],
+    ids=["packed four times", "a pointer of LFS", "cut short", "another checksum"],
 )
 def test_a_file_that_cannot_be_read_to_its_end_is_told_as_one(tmp_path, content, reason):
     (tmp_path / "a.txt").write_bytes(content)
