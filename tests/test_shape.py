@@ -22,7 +22,7 @@ OF_ROOMS = {
     "comparison": 1_760,
     "config": 3_150,
     "core": 2_062,
-    "data": 3_581,
+    "data": 3_590,
     "evaluation": 1_080,
     "exchange": 2_732,
     "models": 1_910,

@@ -64,6 +64,9 @@ def place(tmp_path, monkeypatch):
     write_config(config, tmp_path / "tiny.toml")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # no cloud is asked for a key
+    for library in ("datasets.config", "huggingface_hub.constants"):  # nor a hub for data
+        monkeypatch.setattr(f"{library}.HF_HUB_OFFLINE", True)
     return tmp_path
 
 

@@ -139,14 +139,21 @@ def make_folder(
 
 @contextlib.contextmanager
 def turn(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder in the body, as soon as no other process holds it."""
+    """Hold the lock of a folder in the body, as soon as no other process holds it.
+
+    A corpus that cannot be read leaves no folder behind.
+    """
     real = Path(os.path.realpath(folder))
     file = real.with_name(real.name + ".lock")
+    missing = [parent for parent in file.parents if not parent.exists()]
     with locked(file, f"preparing {folder}", LOCK_SECONDS):
         try:
             yield
         finally:
             file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something is in it
+                for parent in missing:
+                    parent.rmdir()
 
 
 def begin_plan(config: ResolvedData, folder: Path, partial: Path, sizes: Sizes) -> CorpusPlan:

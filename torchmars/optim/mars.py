@@ -61,7 +61,7 @@ class MARS(torch.optim.Optimizer):
     "mars-m" step by the orthogonalised matrix m, times max(1, rows / cols)^(1/2) or
     0.2 max(rows, cols)^(1/2). "adamw", "lion" and "muon" (Nesterov, the scale of mars-m; momentum
     is betas[0]) use g itself, without clip. Weight decay is decoupled, multiplied by lr.
-    `reference.py` has each rule in a few lines.
+    `reference.py` has each rule in a few lines (arXiv 2411.10438; "mars-m": arXiv 2510.21800).
 
     Parameters may be plain tensors, replicas (DDP) or DTensors of any mesh and placement. `||c||`
     is the norm of the whole tensor. A sharded matrix is orthogonalised whole, on the rank that owns
