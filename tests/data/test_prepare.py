@@ -157,6 +157,16 @@ def test_processes_that_are_started_on_the_same_pieces_take_turns(config):
     assert files_of(both) == one
 
 
+@pytest.mark.parametrize("path", ["shards", "deep/shards"])
+def test_a_glob_may_match_what_is_made(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a fox\n" * 3000)
+    config = DataConfig(source="text:**", path=path, processes=1).resolve()
+    made_first = prepare_task(config, 0, 1)
+    assert [Path(file).name for file in made_first.corpus] == ["a.txt"]
+    assert prepare_task(config, 0, 1) == made_first
+
+
 def test_what_is_done_is_not_done_again(config, monkeypatch):
     """After a kill only the pieces under way are tokenised anew."""
     one = made(config, "one")

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import random
 import re
 import tracemalloc
 
@@ -127,6 +128,7 @@ def test_the_first_bytes_say_how_a_file_is_compressed_not_its_name(tmp_path, nam
             *(pack(content) for pack in PACKED.values()),
             gzip.compress(gzip.compress(content)),
             lzma.compress(PACKED[".zst"](content)),
+            gzip.compress(content) + bytes(2**19),  # padding, to the end of a tape's block
         ]
     ):
         (tmp_path / name).write_bytes(packed)
@@ -134,6 +136,15 @@ def test_the_first_bytes_say_how_a_file_is_compressed_not_its_name(tmp_path, nam
         cut = text_ranges(whole, "jsonl", 5000)
         assert len(cut) > 1 if number == 0 else cut == [whole]
         assert found_in([whole], "jsonl") == expected
+
+
+def test_a_packed_file_is_unpacked_though_nothing_comes_of_its_first_bytes(tmp_path):
+    """bzip2 gives nothing before it has 900 kB, and those of a packed file are as many."""
+    noise = random.Random(0)
+    rows = [json.dumps({"text": noise.randbytes(20).hex()}).encode() for _ in range(50_000)]
+    packed = bz2.compress(gzip.compress(b"\n".join(rows)))
+    (tmp_path / "a.jsonl").write_bytes(packed)
+    assert found_in([Input(str(tmp_path / "a.jsonl"), len(packed))], "jsonl") == rows
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,19 @@ def test_defaults_are_those_of_the_rule(rule):
     assert MARS([parameter], rule=rule).defaults["lr"] == expected["lr"]
 
 
+def test_a_schedule_of_adamw_goes_on_after_its_state_is_loaded():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    torchs = torch.optim.AdamW([weight])
+    torch.optim.lr_scheduler.LambdaLR(torchs, lambda step: 0.5)
+    weight.grad = torch.ones(2, 2)
+    torchs.step()
+    ours, seen = MARS([weight], rule="adamw"), []
+    ours.register_load_state_dict_post_hook(lambda each: seen.append(len(each.state)))
+    ours.load_state_dict(torchs.state_dict())
+    assert ours.param_groups[0]["initial_lr"] == 1e-3 and seen == [1]
+    assert not {"foreach", "fused"} & ours.param_groups[0].keys()
+
+
 def test_other_keys_of_a_group_are_carried_and_unknown_arguments_refused():
     others = {"initial_lr": 0.1, "lr_scale": 0.5, "max_lr": 1.0, "role": "vector", "mine": "x"}
     optimizer = MARS([{"params": [nn.Parameter(torch.ones(2))], **others}])

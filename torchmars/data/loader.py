@@ -110,7 +110,11 @@ class Loader:
                 node = Microbatches(self.windows, places, self.device)
                 self._ahead = Prefetcher(node, 2 * count, snapshot_frequency=0)  # two steps
                 with_threads.add(self)
-            batch = [next(self._ahead) for _ in range(count)]
+            try:
+                batch = [next(self._ahead) for _ in range(count)]
+            except BaseException:  # such as Ctrl-C: what it has taken comes again
+                self.close()
+                raise
             if failure := next((each for each in batch if isinstance(each, BaseException)), None):
                 self.close()
                 lone = isinstance(failure, UserError) and process.world_size() > 1

@@ -120,12 +120,13 @@ def make_folder(
     with turn(folder):
         if has_manifest(folder):
             return
-        if not has_manifest(partial):
-            plan = begin_plan(config, folder, partial, sizes)
+        if has_manifest(partial):  # a process ended here
+            rename_folder(partial, real, read_manifest(partial))
+            return
+        plan = begin_plan(config, folder, partial, sizes)
         if not isinstance(tasks, int):
             task, tasks = place_in_array(partial, task, tasks)
-    if not has_manifest(partial):
-        make_pieces(config, plan, partial, range(task, len(plan.pieces), tasks), sizes)
+    make_pieces(config, plan, partial, range(task, len(plan.pieces), tasks), sizes)
     with turn(folder):
         if not has_manifest(folder) and not has_manifest(partial):
             parts = [finished_part(partial, number) for number in range(len(plan.pieces))]
@@ -137,14 +138,19 @@ def make_folder(
             rename_folder(partial, real, read_manifest(partial))
 
 
+def lock_of(folder: Path) -> Path:
+    """Return the file that whoever makes a folder locks."""
+    real = Path(os.path.realpath(folder))
+    return real.with_name(real.name + ".lock")
+
+
 @contextlib.contextmanager
 def turn(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder in the body, as soon as no other process holds it.
 
-    A corpus that cannot be read leaves no folder behind.
+    A corpus that cannot be found leaves no folder behind.
     """
-    real = Path(os.path.realpath(folder))
-    file = real.with_name(real.name + ".lock")
+    file = lock_of(folder)
     missing = [parent for parent in file.parents if not parent.exists()]
     with locked(file, f"preparing {folder}", LOCK_SECONDS):
         try:
@@ -164,7 +170,10 @@ def begin_plan(config: ResolvedData, folder: Path, partial: Path, sizes: Sizes) 
     source = parse_source(config.source)
     made_from = shard_settings(config) | asdict(sizes)
     files = {}
+    own = [lock_of(folder), partial, Path(os.path.realpath(folder))]  # a glob may match them
     for file in source_files(config):
+        if isinstance(file, Path) and any(map(Path(os.path.realpath(file)).is_relative_to, own)):
+            continue
         with file_errors(f"cannot read {file} of the corpus"):
             files[str(file)], changed = size_and_time(file)
         made_from[str(file)] = f"{files[str(file)]:,} bytes, written at {changed / 1e9}"

@@ -251,7 +251,7 @@ def contents(stream: BinaryIO, each: Input) -> Iterator[bytes]:
                 raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")
             yield from chunks
             return
-        chunks = decompressed(chunks, str(found.lastgroup), each.name)
+        chunks = filter(None, decompressed(chunks, str(found.lastgroup), each.name))
     raise LostFile(f"it is packed more than {DEEPEST} times")
 
 
@@ -262,7 +262,11 @@ def decompressed(chunks: Iterable[bytes], packing: str, name: str) -> Iterator[b
     for chunk in chunks:
         found, rest = bytearray(), memoryview(chunk)
         while rest:
-            if not stream:
+            if not stream:  # there may be padding between streams
+                rest = memoryview(bytes(rest).lstrip(b"\0"))
+                chunk = bytes(rest)
+                if not rest:
+                    break
                 stream = decoder_of(packing, name)
             try:
                 found += stream.decompress(rest[:SLICE], *limit)
@@ -275,9 +279,7 @@ def decompressed(chunks: Iterable[bytes], packing: str, name: str) -> Iterator[b
             rest = rest[SLICE:]
             if stream.eof:
                 left = len(rest) + len(stream.unused_data)
-                # There may be padding between streams.
-                rest = memoryview(chunk[len(chunk) - left :].lstrip(b"\0"))
-                chunk, stream = bytes(rest), None
+                rest, stream = memoryview(chunk[len(chunk) - left :]), None
             if len(found) >= CHUNK:
                 yield bytes(found)
                 found.clear()

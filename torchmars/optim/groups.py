@@ -115,7 +115,7 @@ def param_groups(
     table = _table(name, given, settings)
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     named, modules = dict(model.named_parameters()), dict(model.named_modules())
-    by_name = roles(model)
+    by_name, by_pattern = roles(model), list(by_pattern)
     for parameter_name, role in by_name.items():
         pattern, changes = _claim(parameter_name, by_pattern)
         where, own = pattern or role, given.get(role, {}) | changes

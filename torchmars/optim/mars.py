@@ -255,7 +255,8 @@ class MARS(torch.optim.Optimizer):
 
         def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             groups, *found[:] = check_loaded(saved, self.param_groups, self._new_state)
-            return saved | {"param_groups": groups, "state": {}}
+            numbers = [each for group in groups for each in group["params"]]
+            return saved | {"param_groups": groups, "state": dict(zip(numbers, found[0].values()))}
 
         # After the hooks of others, which may change the state.
         checking = self.register_load_state_dict_pre_hook(check)

@@ -107,9 +107,8 @@ class TransferFactors:
             factors["weight_decay"] = 1 / lr
         if "exp_avg_sq" in rule.buffers(None, False, False):
             factors["eps"] = eps
-        return settings | {
-            key: settings[key] * factor for key, factor in factors.items() if factor != 1
-        }
+        changed = [key for key in factors if factors[key] != 1 and key in settings]
+        return settings | {key: settings[key] * factors[key] for key in changed}
 
 
 def transfer_factors(

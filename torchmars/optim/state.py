@@ -15,6 +15,8 @@ from torchmars.optim.step import State
 from torchmars.optim.tensors import Known, layout_of, local_intervals, local_part
 
 NewState = Callable[[Tensor, dict[str, Any]], State]  # of a parameter and its group
+# Hyperparameters of torch's AdamW that mean nothing here. A schedule's own are carried.
+OF_TORCH = "amsgrad maximize foreach capturable differentiable fused decoupled_weight_decay".split()
 
 
 def new_state(
@@ -24,10 +26,7 @@ def new_state(
     momentum_dtype: torch.dtype | None,
     last_grad_dtype: torch.dtype | None,
 ) -> State:
-    """Return the state of a parameter of `group` before the first step.
-
-    For `exact` and the dtypes see `MARS`.
-    """
+    """Return a parameter's state before the first step. For `exact` and the dtypes see `MARS`."""
     # The count lies beside the parameter: kernels read it there, and the host never needs it.
     device = local_part(parameter).device
     stacks = is_stack(parameter.shape, group["flatten"])
@@ -145,8 +144,7 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any], number: int) -> dict[s
             )
     merged = dict(ours)
     if rule == saved_rule:
-        # The other keys of torch's AdamW mean nothing here.
-        saved = {key: each for key, each in theirs.items() if key in ours or "rule" in theirs}
+        saved = {key: each for key, each in theirs.items() if key not in OF_TORCH}
         check_group(ours | saved, number)
         merged |= {key: value for key, value in saved.items() if key not in FIXED}
     return merged | {"params": theirs["params"]}

@@ -133,5 +133,6 @@ def layout_of(parameter: Tensor) -> Layout:
 
 
 def unchanged(groups: Sequence[dict[str, Any]], known: Known) -> bool:
-    """Return whether the groups still have the parameters of `known`, laid out as they were."""
-    return known == [{each: layout_of(each) for each in group["params"]} for group in groups]
+    """Return whether the groups have the parameters of `known`, in their order, as they lay."""
+    now = [{each: layout_of(each) for each in group["params"]} for group in groups]
+    return known == now and all([*map(id, a)] == [*map(id, b)] for a, b in zip(known, now))
