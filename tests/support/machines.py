@@ -114,7 +114,8 @@ def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300, nodes
     may be started `starts` times.
     """
     folder = Path(tables["run"]["folder"]).parent
-    file, program = folder / "run.toml", folder / "standing.py"
+    # Of each its own: another machine may read while this one's are written.
+    file, program = folder / f"{name}.toml", folder / f"{name}.py"
     write_config(config_from_tables(tables, "in a test"), file)
     program.write_text(STANDING)
     options = [f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=fencing"]
