@@ -13,7 +13,9 @@ from torchmars.config.gpt2 import GPT2Args
 from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.optim import MARS, param_groups, transfer_factors
-from torchmars.optim.rules import RULES, Muon
+from torchmars.optim.rules import RULES, ElementwiseRule, Muon
+from torchmars.optim.settings import BETAS
+from torchmars.optim.settings import LR as LR_SETTING
 
 EVERY = ("logits", "residual", "attention")
 
@@ -63,6 +65,25 @@ def settings_of(rule, model, base, per_head=None, **options):
         name: {each: now[each] / was[each] for each in names if was[each]}
         for name, (was, now) in keys.items()
     }
+
+
+def test_a_rule_of_a_users_may_have_neither_decay_nor_eps(monkeypatch):
+    class Plain(ElementwiseRule):
+        name, settings = "plain", (LR_SETTING.of(1e-3), BETAS.of((0.9, 0.99)))
+
+        def buffers(self, clip, exact, stacks):
+            return ("exp_avg", "exp_avg_sq")
+
+        def momentum(self, old, c, f):
+            return (f.beta1 * old[0] + f.rate1 * c, old[1] + c * c)
+
+        def direction(self, old, new, c, f):
+            return new[0]
+
+    monkeypatch.setitem(RULES, "plain", Plain())
+    base, model = Own(2, 16, 32), Own(2, 32, 64)
+    groups = param_groups(model, "plain", factors=transfer_factors(model, base))
+    assert any(group["lr"] == 5e-4 for group in groups)
 
 
 # Of each matrix the sides over the base's at r = 3: q and router [E stays], k [3 heads stay] ...
