@@ -110,15 +110,18 @@ class Loader:
                 node = Microbatches(self.windows, places, self.device)
                 self._ahead = Prefetcher(node, 2 * count, snapshot_frequency=0)  # two steps
                 with_threads.add(self)
+            batch = []
             try:
-                batch = [next(self._ahead) for _ in range(count)]
-            except BaseException:  # such as Ctrl-C: what it has taken comes again
+                for _ in range(count):
+                    read = next(self._ahead)
+                    if isinstance(read, BaseException):
+                        raise read
+                    batch.append(read)
+            except BaseException as failure:  # also Ctrl-C: what it has taken comes again
                 self.close()
+                if isinstance(failure, UserError) and process.world_size() > 1:
+                    raise LoneMistake(str(failure)) from None
                 raise
-            if failure := next((each for each in batch if isinstance(each, BaseException)), None):
-                self.close()
-                lone = isinstance(failure, UserError) and process.world_size() > 1
-                raise LoneMistake(str(failure)) if lone else failure
             self._peeked = batch
         return self._peeked
 
