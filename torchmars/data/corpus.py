@@ -6,6 +6,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import BinaryIO
 
 from fsspec.implementations.local import LocalFileSystem
 
@@ -16,6 +17,7 @@ from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
 from torchmars.core.places import place
 from torchmars.core.words import counted
+from torchmars.storage import storage_of
 from torchmars.storage.objects import find_objects
 
 HIDDEN = "."  # begins names that no folder and no glob means
@@ -107,6 +109,12 @@ def matching_files(
     if others:
         say(f"{option}: {pattern} has other files too, {in_words(others)}")
     return found
+
+
+def open_place(name: str) -> BinaryIO:
+    """Open a file of the corpus. Raises `OSError`, and `UserError` for a store's."""
+    path = place(name, pattern=True)
+    return path.open("rb") if isinstance(path, Path) else storage_of(path).open(path)
 
 
 def fixed_part(path: PurePath) -> PurePath:

@@ -11,11 +11,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
-from torchmars.data.tokenizer import Tokenizer, Unencodable, load_tokenizer
+from torchmars.data.tokenizer import TokenDtype, Tokenizer, Unencodable, load_tokenizer
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
 
@@ -75,7 +74,7 @@ class Encoder:
     field: str
     tokenizer_name: str
     validation_fraction: float
-    dtype: Literal["uint16", "uint32"]
+    dtype: TokenDtype
     longest: int
     """Bytes of the longest document."""
     begin_token: str = "none"

@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchmars.config.entries import declare
 from torchmars.config.source import KINDS, DataSource, reader_of
 from torchmars.core.errors import UserError, needs_package
-from torchmars.core.places import place
-from torchmars.data.corpus import Input, Piece, Sizes
+from torchmars.data.corpus import Input, Piece, Sizes, open_place
 from torchmars.data.documents import SEPARATOR, Damage, LostFile, Record, TextPart
 from torchmars.data.hub import load_dataset
 from torchmars.data.rows import dataset_parts, parquet_parts, row_groups
-from torchmars.storage import storage_of
 
 PIECES = 2048  # about how many pieces a large corpus has
 LOOKS = 8  # files that are looked at side by side: stores answer late
@@ -102,12 +99,6 @@ def border_after(stream: Any, at: int, border: re.Pattern[bytes]) -> int:
             return at + found.end()
         at, data = at + len(data[:-32]), data[-32:]
     return 2**62
-
-
-def open_place(name: str) -> BinaryIO:
-    """Open a file of the corpus. Raises `OSError`, and `UserError` for a store's."""
-    path = place(name, pattern=True)
-    return path.open("rb") if isinstance(path, Path) else storage_of(path).open(path)
 
 
 def cannot_read(name: str, error: OSError) -> UserError:
@@ -263,10 +254,10 @@ def decompressed(chunks: Iterable[bytes], packing: str, name: str) -> Iterator[b
         found, rest = bytearray(), memoryview(chunk)
         while rest:
             if not stream:  # there may be padding between streams
-                rest = memoryview(bytes(rest).lstrip(b"\0"))
-                chunk = bytes(rest)
-                if not rest:
+                chunk = bytes(rest).lstrip(b"\0")
+                if not chunk:
                     break
+                rest = memoryview(chunk)
                 stream = decoder_of(packing, name)
             try:
                 found += stream.decompress(rest[:SLICE], *limit)
@@ -279,7 +270,7 @@ def decompressed(chunks: Iterable[bytes], packing: str, name: str) -> Iterator[b
             rest = rest[SLICE:]
             if stream.eof:
                 left = len(rest) + len(stream.unused_data)
-                rest, stream = memoryview(chunk[len(chunk) - left :]), None
+                rest, stream = memoryview(chunk)[len(chunk) - left :], None
             if len(found) >= CHUNK:
                 yield bytes(found)
                 found.clear()

@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, needs_package
-from torchmars.core.places import place
-from torchmars.data.corpus import Input, Sizes
+from torchmars.data.corpus import Input, Sizes, open_place
 from torchmars.data.documents import LostFile, Record, TextPart
 from torchmars.data.hub import in_a_line, load_dataset
-from torchmars.storage import storage_of
 
 ROWS = 256  # read at once of a Parquet file
 TEXT = ("string", "large_string")  # Arrow's types
@@ -21,8 +18,7 @@ def open_table(name: str) -> Any:
     """Open a Parquet file. Raises `LostFile`, and an `OSError` of the disk."""
     with needs_package("pyarrow", f"reading {name}"):
         import pyarrow.parquet
-    path = place(name, pattern=True)
-    opened = path.open("rb") if isinstance(path, Path) else storage_of(path).open(path)
+    opened = open_place(name)
     try:
         # pre_buffer would hold all row groups in memory.
         table = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)

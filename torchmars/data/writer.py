@@ -134,20 +134,25 @@ class PieceWriter:
 
 def check_damage(damaged: list[Damaged], files: dict[str, int]) -> None:
     """Raise `UserError` for more damage than a corpus of such files may have."""
-    lost, total = {each.file for each in damaged if each.rest}, sum(files.values())
-    share = sum(files.get(name, 0) for name in lost) / total if total else len(lost)
-    if len(damaged) - len(lost) > DAMAGED_RECORDS or share > LOST_SHARE:
+    lost = {each.file for each in damaged if each.rest}
+    too_much = lost_share(lost, files) > LOST_SHARE if any(files.values()) else bool(lost)
+    if len(damaged) - len(lost) > DAMAGED_RECORDS or too_much:
         raise UserError(
             f"the corpus has {damage_in_words(damaged, files)}; at most {DAMAGED_RECORDS} records, "
             f"and files of {LOST_SHARE:.0%} of it, are left out: repair it, or name other files"
         )
 
 
+def lost_share(lost: set[str], files: dict[str, int]) -> float:
+    """Return the share of a corpus's bytes that `lost` files have."""
+    return sum(files.get(name, 0) for name in lost) / max(1, sum(files.values()))
+
+
 def damage_in_words(damaged: list[Damaged], files: dict[str, int]) -> str:
     """Return how much damage a corpus has, and where the first is of records and of files."""
     rests = [each for each in damaged if each.rest]
-    share = sum(files.get(name, 0) for name in {each.file for each in rests})
-    whole = f" that cannot be read to the end, {share / max(1, sum(files.values())):.2%} of it all"
+    share = lost_share({each.file for each in rests}, files)
+    whole = f" that cannot be read to the end, {share:.2%} of it all"
     records = [each for each in damaged if not each.rest]
     return " and ".join(
         f"{counted(len(found), what)}{more} (the first: {found[0].file}, {found[0].place}: "
