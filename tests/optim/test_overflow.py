@@ -106,7 +106,7 @@ def test_last_grads_start_with_the_first_step_that_counts(rule, bad):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_last_gradient_that_broke_is_left_out(bad):
-    """An earlier release may have saved one, and then skipped every step after it."""
+    """A state from elsewhere may have one, by which every step after it would be skipped."""
 
     def load(parameters, optimizer):
         broken = copy.deepcopy(optimizer.state_dict())

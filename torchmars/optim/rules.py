@@ -304,7 +304,7 @@ class MarsLion(MarsMomentum, ElementwiseRule):
         return (m if f.corrects else m + f.gamma_next * c).sign()
 
 
-# Heads apart lowered the loss under muon and mars-m (docs/optimizers.md#heads-apart-measured).
+# Heads apart lowered the loss under muon and mars-m (docs/comparing.md#heads-apart).
 # Under mars-shampoo they were not tried.
 HEADS_APART = tuple(PER_HEAD.of("auto") if each is PER_HEAD else each for each in MATRIX_SETTINGS)
 MUON_SETTINGS = (
