@@ -10,7 +10,6 @@ environment, `sitecustomize`, output, signals, exit code, and each rank is a chi
 import contextlib
 import importlib
 import json
-import multiprocessing
 import os
 import runpy
 import signal
@@ -288,7 +287,6 @@ def _take_over(cwd: str, env: dict[str, str], out: int, err: int) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    multiprocessing.set_start_method("fork", force=True)  # for data workers, as in a real start
     _customize()
 
 

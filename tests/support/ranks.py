@@ -138,8 +138,6 @@ def _rank(
     faulthandler.register(SHOW_STACK, stack)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    # As in a process that was not forked by a server: data workers are forks, too.
-    multiprocessing.set_start_method("fork", force=True)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
