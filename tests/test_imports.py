@@ -17,6 +17,7 @@ OPTIONAL = {
     "tensorboard",
     "transformers",
     "datasets",
+    "lm_eval",
     "pyarrow",
     "tokenizers",
     "tiktoken",

@@ -24,16 +24,13 @@ from torchmars.config.load import config_of, config_text, sources_of
 from torchmars.core.arguments import as_path, as_text, texts_of
 from torchmars.core.bounds import Range
 from torchmars.core.device import gpu_type
-from torchmars.core.errors import EXIT_STOPPED, UserError, no_exit
+from torchmars.core.errors import EXIT_STOPPED, UserError, needs_package, no_exit
 from torchmars.core.places import place
 from torchmars.core.typed import make
 from torchmars.data.tokenizer import Tokenizer
-from torchmars.evaluation.results import Evaluation
-from torchmars.evaluation.rows import read_tasks
 from torchmars.evaluation.sampling import Draw, continuations, encode, predict_with_cache
-from torchmars.evaluation.scoring import load_scorer
-from torchmars.evaluation.texts import measure_text, windows_of_files
-from torchmars.exchange.saved_model import load_model
+from torchmars.evaluation.scoring import Scorer, measure_text, windows_of_files
+from torchmars.exchange.saved_model import load_model, load_sharded_model
 from torchmars.models import Model, title
 from torchmars.planning import plan as plans
 from torchmars.planning.report import plan_in_words
@@ -236,24 +233,23 @@ class LanguageModel:
         tasks: str | Sequence[str] = (),
         text: str | None = None,
         *,
-        shots: int = 0,
+        shots: int | None = None,
         limit: int | None = None,
         batch_size: int = 16,
-        seed: int = 0,
     ) -> dict[str, dict[str, float]]:
         """Measure the model as `torchmars evaluate` does, which reads its weights once more.
 
         Args:
-            tasks: one or several: `"hellaswag"` and the other names that the command takes, or
-                `"hellaswag=rows.jsonl"`.
+            tasks: one or several: names of lm_eval's, such as `"hellaswag"`, or files *.yaml that
+                describe tasks of your own. Such a file may name Python code, which runs.
             text: text files, as a path, a folder or a glob, whose loss is measured.
-            shots: solved examples before each question.
+            shots: solved examples before each question. Default: as the task says, mostly none.
             limit: only the first so many questions of each task, and windows of the text.
-            batch_size: texts that are scored at once.
-            seed: draws the examples.
+            batch_size: texts of the model's length that are scored at once, of shorter ones more.
 
         Returns:
-            The measures of each task and of the text, by its name.
+            The measures of each task and of the text, by its name. Those of a task have lm_eval's
+            names: `acc`, `acc_stderr`, `sample_len` and others.
 
         Raises:
             UserError: for a task or a text that cannot be read, and if there is none.
@@ -262,22 +258,19 @@ class LanguageModel:
         text = None if text is None else str(as_path(text, "text"))
         if not names and text is None:
             raise UserError("name what to measure: tasks or text")
-        make(Count, shots, name="shots")
+        make(Count | None, shots, name="shots")  # type: ignore[arg-type]
         make(Positive | None, limit, name="limit")  # type: ignore[arg-type]
         make(Positive, batch_size, name="batch_size")
-        make(Count, seed, name="seed")
+        if names:
+            with needs_package("lm_eval", "a task", "eval"):
+                from torchmars.evaluation.tasks import Tasks
         with no_exit(), own_group():
             layout = connection.start(ParallelismConfig())
-            questions = read_tasks(names, shots, limit, seed)
-            scorer = load_scorer(self.folder, layout, "float32", batch_size)
-            results = Evaluation(scorer, questions).results() if questions else []
-            found = {each.task: each.measures() for each in results}
+            asked = Tasks(names, shots, limit) if names else None
+            scorer = Scorer(*load_sharded_model(self.folder, layout, "float32"), batch_size)
+            found = {} if asked is None else asked.ask(scorer)
             if text is not None:
-                windows = windows_of_files(text, scorer)
-                count = min(len(windows), limit or len(windows))
-                found[text] = measure_text(
-                    scorer, text, windows, count, lambda done: None
-                ).measures()
+                found[text] = measure_text(scorer, windows_of_files(text, scorer)[:limit])
         return found
 
 

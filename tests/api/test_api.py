@@ -18,6 +18,7 @@ from torch import Tensor
 import torchmars
 from tests.support.commands import finish_run, run_command
 from tests.support.full import FULL
+from tests.support.tasks import foxes, write_task
 from tests.support.tiny import metrics, tiny_tables, write_config, write_text
 from torchmars import api
 from torchmars.config.load import config_from_tables
@@ -197,11 +198,17 @@ def test_the_loss_on_a_text_follows_from_the_logits(model, tmp_path):
 
 
 def test_tasks_are_measured_by_name(model, tmp_path):
-    row = {"context": "It was ", "choices": ["so", "zz"], "answer": 0}
-    (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
-    [(name, measures)] = model.evaluate([str(tmp_path / "mine.jsonl")]).items()
-    assert "mine" in name and measures["questions"] == 1
-    assert model.evaluate(str(tmp_path / "mine.jsonl")) == {name: measures}
+    file = write_task(tmp_path, "mine", "multiple_choice", foxes(4))
+    found = model.evaluate([file], shots=1, limit=3)
+    assert found["mine"].keys() == {
+        "sample_len",
+        "acc",
+        "acc_stderr",
+        "acc_norm",
+        "acc_norm_stderr",
+    }
+    assert found["mine"]["sample_len"] == 3
+    assert model.evaluate(file, shots=1, limit=3) == found
     assert model.generate([]) == []
 
 

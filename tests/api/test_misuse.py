@@ -24,7 +24,7 @@ def model(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         make_place(place)
-        (place / "bad.jsonl").write_text('{"context": 1}\n')
+        (place / "bad.yaml").write_text("task: bad\n")
         make_checkpoint(place)
         yield torchmars.load("runs/tiny", device="cpu")
 
@@ -108,10 +108,7 @@ WRONG = {
     "temperature": [generate(temperature=each) for each in (-1, NAN, math.inf, "x", 1j, None)],
     "top_k": [generate(top_k=each) for each in (0, 1.5, "x", True)],
     "top_p": [generate(top_p=each) for each in (0, 1.5, NAN, "x")],
-    "seed": [
-        *(generate(seed=each) for each in (None, 1.5, "x", NAN, HUGE)),
-        *(evaluate(text="text.txt", seed=each) for each in (None, 1.5, "x")),
-    ],
+    "seed": [generate(seed=each) for each in (None, 1.5, "x", NAN, HUGE)],
     "text": [
         *(logits(each) for each in (None, 3, b"x", [1], HALF, np.array([1]), Other())),
         *(ids(*each) for each in ([], [1.0], [True], [10**6], [-1], [[[1]]], [[], []])),
@@ -121,13 +118,13 @@ WRONG = {
     ],
     "the model sees": [logits("x" * 33), ids(*range(33))],
     "task": [
-        *(evaluate(each) for each in (None, 3, [None], b"x", {"a": 1}, "x", "", "nothing.jsonl")),
-        *(evaluate(each) for each in ("bad.jsonl", "\0.jsonl", ["hellaswag=nothing.jsonl"])),
+        *(evaluate(each) for each in (None, 3, [None], b"x", {"a": 1}, "", "nothing.yaml")),
+        *(evaluate(each) for each in ("bad.yaml", "\0.yaml", ["bad.yaml", "bad.yaml"])),
         *(evaluate(each) for each in ((), [])),
     ],
-    "shots": [evaluate("bad.jsonl", shots=each) for each in (-1, None, 1.5)],
-    "limit": [evaluate("bad.jsonl", limit=each) for each in (-1, 0, "x")],
-    "batch_size": [evaluate("bad.jsonl", batch_size=each) for each in (0, None, "x")],
+    "shots": [evaluate("bad.yaml", shots=each) for each in (-1, "x", 1.5)],
+    "limit": [evaluate("bad.yaml", limit=each) for each in (-1, 0, "x")],
+    "batch_size": [evaluate("bad.yaml", batch_size=each) for each in (0, None, "x")],
 }
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from tests.support.commands import ROOT, run_command
+from tests.support.tasks import foxes, write_task
 from tests.support.tiny import (
     listen,
     metrics,
@@ -18,26 +19,14 @@ from tests.support.tiny import (
 from torchmars.exchange.tokenizer_files import byte_pair_tokenizer
 
 
-def write_rows(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run on two ranks that was asked two tasks, its tables, and what it printed."""
     folder = tmp_path_factory.mktemp("evaluate")
     write_text(folder)
-    texts = [f"The old fox number {n} went over the" for n in range(9)]
     tasks = [
-        write_rows(folder / "words.jsonl", [{"text": f"{text} hill"} for text in texts]),
-        write_rows(
-            folder / "foxes.jsonl",
-            [
-                {"context": text, "choices": ["hill. The", "zZzZ"][:: 1 - 2 * (n % 2)], "answer": 0}
-                for n, text in enumerate(texts)
-            ],
-        ),
+        write_task(folder, "words", "loglikelihood", foxes(9)),
+        write_task(folder, "foxes", "multiple_choice", foxes(9)),
     ]
     tables = tiny_tables(
         folder,
@@ -53,14 +42,14 @@ def evaluate(*args):
 
 def test_a_run_is_asked_while_it_trains(trained):
     tables, _, out = trained
-    accuracy = metrics(tables, "evaluation/foxes/accuracy")
+    accuracy = metrics(tables, "evaluation/foxes/acc")
     assert list(accuracy) == [8, 16, 20]
-    assert accuracy[20] == pytest.approx(4 / 7)  # every second one has its answers turned round
-    assert metrics(tables, "evaluation/foxes/chance")[20] == 0.5
     perplexity = metrics(tables, "evaluation/words/perplexity")
     assert perplexity[20] < perplexity[8]
-    assert "step 20/20 | foxes accuracy 0.5714 ± 0.2020, by characters" in out
-    assert f"words accuracy 0.0000 ± 0.0000, perplexity {perplexity[20]:.2f}" in out
+    error = metrics(tables, "evaluation/foxes/acc_stderr")[20]
+    line = f"step 20/20 | foxes sample_len 7, acc {accuracy[20]:.4f} ± {error:.4f}, acc_norm"
+    assert line in out and f"words sample_len 7, perplexity {perplexity[20]:.4f} ±" in out
+    assert "it/s" not in out
 
 
 def measured(tmp_path, *args):
@@ -76,17 +65,17 @@ def test_the_command_measures_the_same_of_the_run_and_of_its_export(trained, tmp
     text = tmp_path / "own.txt"
     text.write_text("The old fox\n<|endoftext|>\n\u00e9 went over the hill.\n")
     options = ["--tasks", ",".join(tasks), "--shots", 1, "--limit", 7, "--text", text]
-    found, out = measured(tmp_path, run, *options, "--shards", tables["data"]["path"])
+    found, out = measured(tmp_path, run, *options)
     for task in ("foxes", "words"):
         for name, value in found["tasks"][task].items():
             reported = metrics(tables, f"evaluation/{task}/{name}")[20]
             assert value == pytest.approx(reported, rel=1e-4), (task, name)
-    assert "foxes  7          0.5714 ± 0.2020" in out
+    accuracy, error = (found["tasks"]["foxes"][name] for name in ("acc", "acc_stderr"))
+    assert f"foxes sample_len 7, acc {accuracy:.4f} ± {error:.4f}" in out
     own = found["texts"][str(text)]
     assert (own["tokens"], own["bytes"]) == (12 + 23, 12 + 23)
     assert own["bits_per_byte"] == pytest.approx(own["loss"] / math.log(2))
     assert own["perplexity"] == pytest.approx(math.exp(own["loss"]))
-    assert found["texts"][tables["data"]["path"]]["tokens"] == 7 * 32
 
     folder = tmp_path / "hf"
     assert run_command("export", [str(run), str(folder)], ROOT)[0] == 0
@@ -111,21 +100,20 @@ def mistake(*args, message):
 def test_mistakes_are_told_in_a_line(trained, tmp_path):
     tables, tasks, _ = trained
     run = run_folder_of(tables)
-    mistake(run, message="name what to measure: --tasks, --text or --shards")
+    mistake(run, message="name what to measure: --tasks or --text")
     for empty in ("", ",", "piqa,"):
         mistake(run, "--tasks", empty, message="--tasks: there is nothing between two commas")
-    mistake(run, "--tasks", "piqu", message="no task 'piqu': did you mean piqa")
+    mistake(run, "--tasks", "hellaswg", message="no task 'hellaswg': did you mean hellaswag")
     mistake(tmp_path, "--tasks", tasks[0], message="neither a checkpoint nor a run")
     mistake(run, "--text", tmp_path / "no*.txt", message="names no text file")
-    mistake(run, "--shards", tmp_path, message="cannot read")
     mistake(run, "--tasks", tasks[0], "--json", "/no/such/x.json", message="--json: cannot write")
     mistake(run, "--tasks", tasks[0], "--step", 3, message="no checkpoint of step 3")
 
 
 def test_the_launcher_refuses_a_task_before_ranks_start(tmp_path):
     write_text(tmp_path)
-    config = tiny_config(tmp_path, evaluation={"tasks": ["lambda"]})
+    config = tiny_config(tmp_path, evaluation={"tasks": ["lambda.yaml"]})
     write_config(config, tmp_path / "run.toml")
     code, out, err = run_command("train", ["--prepare", str(tmp_path / "run.toml")], tmp_path)
-    assert code == 2 and "evaluation.tasks: there is no task 'lambda'" in err, err
+    assert code == 2 and "evaluation.tasks: cannot read the task lambda.yaml" in err, err
     assert err.count("\n") == 1 and not (tmp_path / "shards").exists()

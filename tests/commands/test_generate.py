@@ -89,8 +89,14 @@ def ends_soon(contexts):
 
 
 def test_text_ends_with_its_document_and_comes_in_whole_letters():
-    pieces = sampling.stream_text(ends_soon, ByteTokenizer(), "oh ", 50, sampling.Draw())
-    assert [piece for piece in pieces if piece] == ["oh ", *LETTERS]
+    pieces = []
+    given = ByteTokenizer(), ["oh "], 50, sampling.Draw()
+    assert sampling.continuations(ends_soon, *given, pieces.append) == [LETTERS]
+    assert [piece for piece in pieces if piece] == [*LETTERS]
+    # It ends where it is told so.
+    assert sampling.continuations(ends_soon, *given, lambda piece: "\u00e9" in piece) == [
+        LETTERS[:2]
+    ]
 
 
 def test_sequences_of_a_batch_end_apart():
@@ -136,10 +142,10 @@ def test_a_continuation_is_what_the_whole_decodes_to_beyond_its_prompt(kind, pro
         *drawn,
     ]:
         draw = sampling.Draw(temperature=0)
-        given = tokenizer, prompt, len(ids), draw
-        pieces = sampling.stream_text(spelling(ids), *given)
+        pieces = []
+        given = tokenizer, [prompt], len(ids), draw, pieces.append
         expected = decoded(theirs, prompt, ids)
-        assert "".join(pieces) == prompt + expected
+        assert sampling.continuations(spelling(ids), *given) == [expected] == ["".join(pieces)]
         both = sampling.continuations(spelling(ids), tokenizer, [prompt, "cat"], len(ids), draw)
         assert both == [expected, decoded(theirs, "cat", ids)]
 
@@ -148,8 +154,10 @@ def test_the_blank_between_prompt_and_continuation_is_there_and_comes_with_its_w
     llama_2().save(str(tmp_path / "tokenizer.json"))
     tokenizer = FileTokenizer(str(tmp_path))
     ids = [*tokenizer.encode_batch(["cat \u00e9 on"])[0].tolist(), tokenizer.end_of_text]
-    pieces = sampling.stream_text(spelling(ids), tokenizer, "The", 50, sampling.Draw())
-    assert [piece for piece in pieces if piece] == ["The", " cat", " ", "\u00e9 on"]
+    pieces = []
+    given = tokenizer, ["The"], 50, sampling.Draw(), pieces.append
+    sampling.continuations(spelling(ids), *given)
+    assert [piece for piece in pieces if piece] == [" cat", " ", "\u00e9 on"]
 
 
 def test_command_line(tmp_path, capsys, monkeypatch):

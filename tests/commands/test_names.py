@@ -29,7 +29,11 @@ LINES = [
             "runs . --json NAME",
         ),
         *("plot NAME", "plot . --out NAME", "plot . --html --out NAME", "presets NAME"),
-        *("evaluate NAME --text x", "evaluate x --text x --json NAME", "evaluate x --shards NAME"),
+        *(
+            "evaluate NAME --text x",
+            "evaluate x --text x --json NAME",
+            "evaluate x --tasks NAME.yaml",
+        ),
         *("train NAME", "train tiny.toml NAME", "bench NAME"),
         *(
             "plan NAME --world-size 2",
@@ -48,7 +52,7 @@ LINES = [
                 *("checkpoint.folder NAME", "checkpoint.init_from NAME", "run.folder NAME"),
                 *("checkpoint.init_from hf:NAME", "checkpoint.init_from NAME.safetensors"),
                 *("run.name NAME", "data.path NAME", "data.tokenizer NAME", "run.plugins NAME"),
-                *("evaluation.tasks hellaswag=NAME.jsonl", "checkpoint.foldr=NAME"),
+                *("evaluation.tasks NAME.yaml", "checkpoint.foldr=NAME"),
             )
         ),
     )
@@ -147,7 +151,7 @@ def test_a_strangers_run_sends_no_request(place, monkeypatch, capsys, server):
         (run / "config.toml").write_text(tomli_w.dumps(tables))
         for line in (
             *(["checkpoint", "verify", str(run)], ["generate", str(run)]),
-            *(["export", str(run), "out"], ["evaluate", str(run), "--shards", "shards"]),
+            *(["export", str(run), "out"], ["evaluate", str(run), "--text", "x"]),
         ):
             code, said = ended(line, monkeypatch, capsys)
             assert code == 2 and said.count("\n") == 1, (line, name, said)

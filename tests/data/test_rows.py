@@ -1,9 +1,6 @@
 """Tables: every type in which text lies in them, and what is told before any work is done."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +9,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.support.commands import ROOT
 from tests.support.full import full_but
 from torchmars.config import DataConfig
 from torchmars.config.source import parse_source
@@ -176,12 +172,3 @@ def test_a_file_that_cannot_be_read_is_a_line_unless_it_is_a_small_part(tmp_path
             UserError, match="1 file that cannot .*% of it all .the first: .*b.parquet"
         ):
             prepared(tmp_path, path=str(tmp_path / "again"))
-
-
-@pytest.mark.full
-def test_tasks_of_the_hub_without_one_are_a_line(tmp_path):
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "torchmars", "evaluate", "no-run", "--tasks", "piqa"]
-    ended = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
-    assert "cannot load the task baber/piqa from the hub" in ended.stderr

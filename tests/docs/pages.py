@@ -10,7 +10,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 FENCE = re.compile(r"```(\w*)")
 ASSIGNMENT = re.compile(r"([A-Z_]+)=(.*)", re.DOTALL)
-FILE_NAME = re.compile(r"# (\w+\.(?:toml|py))\n")
+FILE_NAME = re.compile(r"# (\w+\.(?:toml|py|yaml))\n")
 
 
 @dataclass

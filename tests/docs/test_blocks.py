@@ -1,6 +1,7 @@
 """Every block of code in README.md and docs/ runs, or is one that the commands can take."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from torchmars.__main__ import main
 from torchmars.cluster.environment import Environment, read_environment
 from torchmars.config.load import load_config
 from torchmars.data.tokenizer import load_tokenizer
+from torchmars.evaluation.tasks import Tasks
 
 # text is what programs print. A block of another language is a mistake.
-LANGUAGES = {"python", "toml", "bash", "text", "bibtex"}
+LANGUAGES = {"python", "toml", "bash", "text", "bibtex", "yaml"}
 PROGRAMS = {
     ".",
     "lint-imports",
@@ -94,6 +96,25 @@ def test_a_tokenizer_is_made_of_a_text(tmp_path, monkeypatch, capsys):
     [ids] = tokenizer.encode_batch(["The fox wént over"])
     assert tokenizer.decode(ids.tolist()) == "The fox wént over" and len(ids) < 15
     assert tokenizer.end_of_text == 0
+
+
+def test_tasks_of_files_can_be_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in named_files("yaml").items():
+        (tmp_path / name).write_text(text)
+    [rows] = [block.text for block in blocks("text") if block.text.startswith('{"context"')]
+    (tmp_path / "sums.jsonl").write_text(rows)
+    row = {"ctx_a": "A fox sits.", "ctx_b": "it", "activity_label": "Foxes", "label": "1"}
+    row |= {"endings": ["runs [away].", "sleeps.", "sings.", "flies."]}
+    written = "".join(json.dumps(row | {"ind": number}) + "\n" for number in range(3))
+    (tmp_path / "hellaswag_val.jsonl").write_text(written)
+    tasks = Tasks(["sums.yaml", "hellaswag_file.yaml"], shots=1)
+    assert tasks.requests == 2 * 2 + 3 * 4
+    texts = [task.instances[0].args for task in tasks.tasks.values()]
+    one, two = ("One and two are three", "Two and two are")
+    assert texts[0] == (f"{one}\n\n{two}", " three")
+    example, question = "Foxes: A fox sits. It sleeps.", "Foxes: A fox sits. It"
+    assert texts[1] == (f"{example}\n\n{question}", " runs .")
 
 
 @pytest.mark.parametrize("block", without_plugins("toml"), ids=str)

@@ -1,7 +1,8 @@
-"""Log-likelihoods, on every kind of layout those of the plain model."""
+"""Log-likelihoods, on every kind of layout those of the plain model, and bits per byte of files."""
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,14 +10,19 @@ import torch
 from tests.support.full import full_but
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
-from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config
+from tests.support.tokenizers import KINDS
 from torchmars.cluster import connection
-from torchmars.data.tokenizer import ByteTokenizer
-from torchmars.evaluation.results import Evaluation
-from torchmars.evaluation.rows import read_tasks
-from torchmars.evaluation.scoring import Scorer, Tokens
-from torchmars.evaluation.texts import measure_text
+from torchmars.data.tokenizer import ByteTokenizer, load_tokenizer
+from torchmars.evaluation import scoring
+from torchmars.evaluation.scoring import (
+    Scorer,
+    Tokens,
+    measure_text,
+    windows_after,
+    windows_of_files,
+)
+from torchmars.evaluation.tasks import HarnessModel
 from torchmars.models import build_meta_model, build_model
 from torchmars.models.initialize import init_weights
 from torchmars.parallel.parallel_model import ParallelModel
@@ -41,12 +47,12 @@ def config_of(layout):
     )
 
 
-def scorer_on(layout, seq_len=SEQ_LEN, batch_size=2):
+def scorer_on(layout):
     """Return a scorer by a model with random weights on the ranks of this process group."""
     config = config_of(layout)
     ranks = connection.start(config.parallelism)
     model = ParallelModel(
-        build_meta_model(config.model, VOCABULARY, seq_len),
+        build_meta_model(config.model, VOCABULARY, SEQ_LEN),
         config.parallelism,
         config.training,
         config.activation_checkpoint,
@@ -54,18 +60,20 @@ def scorer_on(layout, seq_len=SEQ_LEN, batch_size=2):
         ranks.device,
     )
     model.init_weights(0)
-    return Scorer(model, ranks, ByteTokenizer(), batch_size)
+    return Scorer(model, ByteTokenizer(), 2)
 
 
-def scores_on(layout, texts):
-    """Return the scores of PAIRS and of `texts`, and how well a text is predicted."""
-    scorer = scorer_on(layout)
+def scores_on(layout, texts, file):
+    """Return the scores of PAIRS and of `texts`, in batches of few, and how a file is predicted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "FULL", 1)
+        scorer = scorer_on(layout)
     counts = []
-    scores = scorer.score(PAIRS, counts.append)
-    assert sum(counts) == len(PAIRS)
-    windows = scorer.windows("The red fox went over the hill. " * 3)
-    text = measure_text(scorer, "text", windows, len(windows), counts.append)
-    return scores, scorer.score_tokens(texts), text
+    requests = [SimpleNamespace(args=pair) for pair in PAIRS]
+    scores = HarnessModel(scorer, counts.append).loglikelihood(requests)
+    assert sum(counts) == len(PAIRS) and len(counts) > 1
+    text = measure_text(scorer, windows_of_files(file, scorer))
+    return scores, scorer.score(texts), text
 
 
 @pytest.fixture(scope="module")
@@ -93,52 +101,57 @@ EVALUATED = ["FSDP 2", "TP 2 x CP 2", "PP 2 x FSDP 2"]
 
 
 @pytest.mark.parametrize("layout", full_but(["FSDP 2"], EVALUATED))
-def test_scores_are_those_of_the_plain_model(plain, layout):
+def test_scores_are_those_of_the_plain_model(plain, layout, tmp_path):
     likely = greedy(plain, [256, 1, 2], 8)
     other = [*likely[:-2], (likely[-2] + 1) % VOCABULARY, likely[-1]]
     texts = [Tokens(likely, 8), Tokens(likely, 3), Tokens(other, 8), Tokens(other, 1)]
-    [(found, of_texts, text), *others] = run_ranks(scores_on, LAYOUTS[layout][0], layout, texts)
+    (tmp_path / "text.txt").write_text("The red fox went over the hill. " * 3)
+    given = LAYOUTS[layout][0], layout, texts, str(tmp_path / "text.txt")
+    [(found, of_texts, text), *others] = run_ranks(scores_on, *given)
     assert all(each == (found, of_texts, text) for each in others)
-    assert [score.likeliest for score in of_texts[:3]] == [True, True, False]
-    for score, each in zip(of_texts, texts):
-        expected = log_likelihood(plain, each.ids, each.count)
-        assert score.log_likelihood == pytest.approx(expected, abs=1e-4)
-    cut = [  # as EleutherAI's harness cuts the ends off: 33 tokens, of which the model sees 32
-        ([*b"The fox went over"], 10),
-        ([256, *b"the hill"], 8),
-        ([*b"The old fox is red"], 7),
-        ([*b"a" * 29, *b" end"], 4),
-        ([*b"c" * 33], 32),
-        ([256, *b" d"], 2),
-        ([*b"e f"], 2),
+    assert [likeliest for _, likeliest in of_texts[:3]] == [True, True, False]
+    cut = [  # as lm_eval cuts the ends off: 33 tokens, of which the model sees 32
+        Tokens([*b"The fox went over"], 10),
+        Tokens([256, *b"the hill"], 8),
+        Tokens([*b"The old fox is red"], 7),
+        Tokens([*b"a" * 29, *b" end"], 4),
+        Tokens([*b"c" * 33], 32),
+        Tokens([256, *b" d"], 2),
+        Tokens([*b"e f"], 2),
     ]
-    for score, (ids, count) in zip(found, cut, strict=True):
-        assert score.log_likelihood == pytest.approx(log_likelihood(plain, ids, count), abs=1e-4)
+    for (value, _), each in zip([*of_texts, *found], [*texts, *cut], strict=True):
+        assert value == pytest.approx(log_likelihood(plain, each.ids, each.count), abs=1e-4)
     ids = [256, *(b"The red fox went over the hill. " * 3)]
     windows = [(ids[:33], 32), (ids[32:65], 32), (ids[64:], 32)]
-    nats = -sum(log_likelihood(plain, *window) for window in windows)
-    assert (text.tokens, text.bytes) == (96, 96)
-    assert text.nats == pytest.approx(nats, abs=1e-3)
-    assert text.loss == pytest.approx(nats / 96, abs=1e-5)
-    assert text.perplexity == pytest.approx(math.exp(nats / 96), rel=1e-5)
-    assert text.bits_per_byte == pytest.approx(nats / 96 / math.log(2), abs=1e-5)
-
-
-class Seen:
-    """A scorer without a model."""
-
-    tokenizer, seq_len = ByteTokenizer(), 4
-    tokens, windows = Scorer.tokens, Scorer.windows
+    loss = -sum(log_likelihood(plain, *window) for window in windows) / 96
+    assert (text["tokens"], text["bytes"]) == (96, 96)
+    assert text["loss"] == pytest.approx(loss, abs=1e-5)
+    assert text["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert text["bits_per_byte"] == pytest.approx(loss / math.log(2), abs=1e-5)
 
 
 def test_windows_have_each_token_once_after_as_many_as_the_model_sees():
-    assert Seen().windows("abcdefghij") == [
+    assert windows_after([256], [*b"abcdefghij"], 4) == [
         Tokens([256, *b"abcd"], 4),
         Tokens([*b"defgh"], 4),
         Tokens([*b"fghij"], 2),
     ]
-    assert Seen().windows("") == []
-    assert Seen().windows("a") == [Tokens([256, ord("a")], 1)]
+    assert windows_after([256], [], 4) == []
+    assert windows_after([256], [97], 4) == [Tokens([256, 97], 1)]
+
+
+class Fixed:
+    """A scorer without a model, of which each token has a nat."""
+
+    seq_len, report = 5, None
+    layout = SimpleNamespace(say=print, broadcast=lambda value, rank: value)
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.model = tokenizer, self
+
+    def score(self, texts, report):
+        self.texts = texts
+        return [(-float(text.count), False) for text in texts]
 
 
 class Pairs(ByteTokenizer):
@@ -148,23 +161,46 @@ class Pairs(ByteTokenizer):
         return super().encode_batch([text[::2] for text in texts])
 
 
-def test_a_text_that_begins_in_the_last_token_of_its_context_has_that_token():
-    seen = Seen()
-    seen.tokenizer = Pairs()
-    assert seen.tokens("abc", "d") == Tokens([*b"ac"], 1)
+@pytest.mark.parametrize(
+    "tokenizer,pair,expected",
+    [
+        (Pairs(), ("abc", "d"), Tokens([*b"ac"], 1)),  # it begins in its context's last token
+        (load_tokenizer("bytes", "a"), ("", "fox"), Tokens([97, *b"fox"], 3)),
+        (load_tokenizer("bytes", "a"), ("o", "x"), Tokens([97, *b"ox"], 1)),
+    ],
+)
+def test_tokens_of_a_text_after_a_context(tokenizer, pair, expected):
+    scorer = Fixed(tokenizer)
+    HarnessModel(scorer, print).loglikelihood([SimpleNamespace(args=pair)])
+    assert scorer.texts == [expected]
 
 
-def results_by_random_weights(names):
-    scorer = scorer_on("FSDP 2", seq_len=128, batch_size=64)
-    return Evaluation(scorer, read_tasks(names)).results()
+DOCUMENTS = [
+    "The quick F\u00fcchse jump over \u65e5\u672c, foxes! \n",
+    "on  the\tcat's \u00e9\n",
+    "fox " * 30 + "\n",
+]
 
 
-@pytest.mark.slow
-@needs_data("hellaswag", "multiple_choice")
-def test_random_weights_have_the_accuracy_of_chance():
-    files = {"hellaswag": "hellaswag", "arc_easy": "multiple_choice", "piqa": "multiple_choice"}
-    names = [f"{task}={FOLDER / folder / f'{task}_val.jsonl'}" for task, folder in files.items()]
-    for result in run_ranks(results_by_random_weights, 2, names)[0]:
-        print(result.describe())
-        assert abs(result.accuracy - result.chance) < 3 * result.accuracy_stderr
-        assert abs(result.accuracy_norm - result.chance) < 3 * result.accuracy_norm_stderr
+@pytest.mark.parametrize("kind", ["bytes", *KINDS])
+def test_bytes_of_files_are_their_own_whatever_a_tokenizer_makes_of_them(kind, tmp_path):
+    """Also of documents of which no token is left, and after every number of windows."""
+    if kind in KINDS:
+        KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
+    scorer = Fixed(load_tokenizer(str(tmp_path) if kind in KINDS else "bytes"))
+    file = tmp_path / "text.txt"
+    documents = ["\u200b\n", *DOCUMENTS, "\u200b"]
+    file.write_text("<|endoftext|>\n".join(documents))
+    windows = windows_of_files(str(file), scorer)
+    found = measure_text(scorer, windows)
+    assert found["bytes"] == sum(len(text.encode()) for text in documents)
+    parts = [measure_text(scorer, [window]) for window in windows]
+    assert sum(part["bytes"] for part in parts) == found["bytes"]
+    assert sum(part["tokens"] for part in parts) == found["tokens"] and found["loss"] == 1
+
+
+def test_a_text_is_scored_after_the_token_that_documents_begin_with(tmp_path):
+    (tmp_path / "text.txt").write_text("fox")
+    scorer = Fixed(load_tokenizer("bytes", "a"))
+    found = windows_of_files(str(tmp_path / "text.txt"), scorer)
+    assert [each.ids for each in found] == [[97, *b"fox"]]

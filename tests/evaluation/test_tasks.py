@@ -1,285 +1,290 @@
-"""Questions from rows, against prompts that were written by hand."""
+"""Tasks of lm_eval: as it asks the model of transformers, on every rank alike."""
 
+import builtins
 import json
-import math
-import random
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
 
+from tests.support.ranks import run_ranks
+from tests.support.tasks import foxes, write_task
+from tests.support.tiny import metrics, run_folder_of, tiny_config, tiny_tables, train, write_text
+from tests.support.tokenizers import write_llama
+from torchmars.cluster import connection
+from torchmars.commands import export
+from torchmars.config import ParallelismConfig
 from torchmars.core.errors import UserError
-from torchmars.evaluation.results import Evaluation, accuracy, result
-from torchmars.evaluation.rows import read_tasks
-from torchmars.evaluation.scoring import Score
-from torchmars.evaluation.tasks import TASKS, Question, choice, multiple_choice, with_examples
+from torchmars.evaluation.scoring import Scorer, in_words
+from torchmars.evaluation.tasks import HarnessModel, Tasks
+from torchmars.exchange import saved_model
+from torchmars.exchange.tokenizer_files import byte_pair_tokenizer
+from torchmars.training.preparation import evaluation_tasks
 
-ARC = {
-    "question": "What falls?",
-    "choices": {"text": ["rain", "sky"], "label": ["1", "2"]},
-    "answerKey": "2",
-}
-HELLASWAG = {
-    "activity_label": "Cleaning [step] Windows",
-    "ctx_a": "A man  waits.",
-    "ctx_b": "he THEN",
-    "endings": ["stands [title] jumps.", "sits [substeps]. down"],
-    "label": "1",
-}
-# A row of each kind, what stands before each answer, the answers, and the right one.
-ROWS = [
-    (
-        "hellaswag",
-        HELLASWAG,
-        ["Cleaning Windows: A man waits. He then"] * 2,
-        ["stands. jumps.", "sits . down"],
-        1,
-    ),
-    (
-        "hellaswag",
-        {"activity_label": "Roof", "ctx": "A man. he", "endings": ["is.", "was."], "label": 0},
-        ["Roof: A man. he"] * 2,
-        ["is.", "was."],
-        0,
-    ),
-    ("arc_easy", ARC, ["Question: What falls?\nAnswer:"] * 2, ["rain", "sky"], 1),
-    ("arc_challenge", ARC, ["Question: What falls?\nAnswer:"] * 2, ["rain", "sky"], 1),
-    (
-        "piqa",
-        {"goal": "Boil eggs.", "sol1": "Use water.", "sol2": "Use ice.", "label": 0},
-        ["Question: Boil eggs.\nAnswer:"] * 2,
-        ["Use water.", "Use ice."],
-        0,
-    ),
-    (
-        "winogrande",
-        {
-            "sentence": "Ann met Eve and _ was glad.",
-            "option1": "Ann",
-            "option2": "Eve",
-            "answer": "2",
-        },
-        ["Ann met Eve and Ann", "Ann met Eve and Eve"],
-        ["was glad."] * 2,
-        1,
-    ),
-    (
-        "openbookqa",
-        {
-            "question_stem": "The sun is",
-            "choices": {"text": ["hot", "cold"], "label": ["A", "B"]},
-            "answerKey": "A ",
-        },
-        ["The sun is"] * 2,
-        ["hot", "cold"],
-        0,
-    ),
-    (
-        "sciq",
-        {
-            "support": " Water is wet.",
-            "question": "What is wet?",
-            "distractor1": "a",
-            "distractor2": "b",
-            "distractor3": "c",
-            "correct_answer": "water",
-        },
-        ["Water is wet.\nQuestion: What is wet?\nAnswer:"] * 4,
-        ["a", "b", "c", "water"],
-        3,
-    ),
-    ("lambada", {"text": "he opened the old door\n"}, ["he opened the old"], ["door"], 0),
-]
+LIKELIHOODS = ["multiple_choice", "loglikelihood", "loglikelihood_rolling"]
 
 
-@pytest.mark.parametrize("name,row,contexts,answers,right", ROWS)
-def test_questions(name, row, contexts, answers, right):
-    assert TASKS[name].ask(row) == Question(tuple(contexts), tuple(answers), right)
-
-
-def test_every_task_has_a_row_above():
-    assert {row[0] for row in ROWS} == set(TASKS)
-
-
-def numbered(count):
-    return [choice(f"{n} + 1 =", [str(n + 1), str(n)], 0) for n in range(count)]
-
-
-def test_examples_stand_solved_before_the_question():
-    first, second, third = numbered(3)
-    question = with_examples(first, [second, first], 1, seed=0)
-    assert question.contexts == ("1 + 1 = 2\n\n0 + 1 =",) * 2
-    assert (question.answers, question.right) == (first.answers, first.right)
-    question = with_examples(first, [first, second, third], 2, seed=0)
-    assert sorted(question.contexts[0].split("\n\n")) == ["0 + 1 =", "1 + 1 = 2", "2 + 1 = 3"]
-    assert with_examples(first, [], 0, seed=0) is first
-
-
-def write(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
-def own(n):
-    return {"context": f"{n} + 1 =", "choices": [str(n), str(n + 1)], "answer": 1}
-
-
-def test_no_example_is_the_question_and_the_seed_decides(tmp_path):
-    """Row 3 is there twice."""
-    file = write(tmp_path / "sums.jsonl", [own(n) for n in (*range(8), 3)])
-    [(label, questions)] = read_tasks([file], shots=7, seed=1).items()
-    assert label == "sums" and len(questions) == 9
-    for number, question in enumerate(questions):
-        *examples, last = question.contexts[0].split("\n\n")
-        asked = number % 8 if number < 8 else 3
-        assert last == f"{asked} + 1 ="
-        wanted = [f"{n} + 1 = {n + 1}" for n in range(8) if n != asked]
-        assert sorted(examples) == wanted
-    assert read_tasks([file], shots=2, seed=1) == read_tasks([file], shots=2, seed=1)
-    assert read_tasks([file], shots=2, seed=1) != read_tasks([file], shots=2, seed=2)
-    [limited] = read_tasks([file], shots=7, limit=3, seed=1).values()
-    assert limited == questions[:3]
-    with pytest.raises(UserError, match="the task sums has 8 rows .*: lower shots"):
-        read_tasks([file], shots=8)
-
-
-def test_files_of_tasks(tmp_path):
-    words = tmp_path / "words.jsonl"
-    content = '{"text": "a\u2028line and an end"}\n\n{"text": "one two"}'
-    words.write_text(content, encoding="utf-8-sig")
-    arc = write(tmp_path / "some.jsonl", [ARC])
-    tasks = read_tasks([str(words), f"arc_easy={arc}"])
-    assert tasks["words"] == [
-        Question(("a\u2028line and an",), ("end",), 0),
-        Question(("one",), ("two",), 0),
-    ]
-    assert tasks["arc_easy"] == [TASKS["arc_easy"].ask(ARC)]
-
-
-@pytest.mark.parametrize(
-    "content,message",
-    [
-        (json.dumps(ARC | {"answerKey": "5"}), "row 1 of .* no question of its kind: '5' is not"),
-        (json.dumps({"question": "?"}), "row 1 of the task .* lacks 'choices'"),
-        (json.dumps(ARC) + "\n" + json.dumps(ARC | {"choices": 3}), "row 2 of the task"),
-        (json.dumps(ARC | {"choices": {"text": [1, 2], "label": ["1", "2"]}}), "is no text"),
-        (json.dumps(ARC | {"choices": {"text": ["", "a"], "label": ["1", "2"]}}), "or empty"),
-        ("", "arc.jsonl has no rows"),
-        ("[1]", "line 1 of the task .* is no JSON object"),
-        (json.dumps(ARC) + "\n{", "line 2 of the task .* is no JSON object"),
-        ("[" * 100_000, "line 1 of the task .* is no JSON object"),
-        ("\xff", "is no text in UTF-8"),
-    ],
-)
-def test_hostile_files_are_told_in_a_line(tmp_path, content, message):
-    file = tmp_path / "arc.jsonl"
-    file.write_bytes(content.encode("latin-1"))
-    with pytest.raises(UserError, match=message) as mistake:
-        read_tasks([f"arc_easy={file}"])
-    assert "\n" not in str(mistake.value)
-
-
-@pytest.mark.parametrize(
-    "row,message",
-    [
-        ({"context": "a", "choices": ["b", "c"], "answer": 2}, "answer is number 2, and it has 2"),
-        ({"context": "a", "choices": ["b", "c"], "answer": -1}, "answer is number -1"),
-        ({"context": "a", "choices": ["b", "c"], "answer": "0"}, "answer is number '0'"),
-        ({"context": 1, "choices": ["b", "c"], "answer": 0}, "context is no text"),
-        ({"context": "a", "choices": [], "answer": 0}, "answer is number 0, and it has 0"),
-        ({"context": "a", "choices": ["b"]}, "lacks 'answer'"),
-        ({"text": " "}, "or empty"),
-        ({"text": None}, "no question of its kind"),
-        ({"text": "a \ud800"}, "surrogates not allowed"),
-    ],
-)
-def test_hostile_rows_are_told_in_a_line(tmp_path, row, message):
-    file = write(tmp_path / "mine.jsonl", [row])
-    with pytest.raises(UserError, match=f"(row|line) 1 of the task .*{message}"):
-        read_tasks([file])
-
-
-@pytest.mark.parametrize("label", ["Infinity", "1e400", "-Infinity", "NaN", "9" * 5000])
-def test_a_label_that_is_no_number_of_an_answer(tmp_path, label):
-    rest = '"ctx_a": "a", "ctx_b": "b", "activity_label": "c", "endings": ["d", "e", "f", "g"]'
-    file = tmp_path / "rows.jsonl"
-    file.write_text(f'{{"label": {label}, {rest}}}\n')
-    with pytest.raises(UserError, match="(row|line) 1 of the task"):
-        read_tasks([f"hellaswag={file}"])
-
-
-@pytest.mark.parametrize(
-    "names,message",
-    [
-        (["helaswag"], "no task 'helaswag': did you mean hellaswag"),
-        (["helaswag=x.jsonl"], "cannot read the task helaswag=x.jsonl: No such file"),
-        (["no.jsonl"], "cannot read the task no.jsonl: No such file"),
-        (["piqa=."], "cannot read the task .: Is a directory"),
-        (["a/x.jsonl", "a/x.jsonl"], "cannot read the task a/x.jsonl"),
-    ],
-)
-def test_names_that_are_no_tasks_are_told_in_a_line(tmp_path, monkeypatch, names, message):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=message):
-        read_tasks(names)
-
-
-def test_two_tasks_of_one_name_are_refused(tmp_path):
-    file = write(tmp_path / "mine.jsonl", [own(1)])
-    with pytest.raises(UserError, match="two tasks are called mine"):
-        read_tasks([file, file])
-
-
-def test_accuracies_and_standard_errors_by_hand():
-    """Of three questions: both right, right by characters only, neither; and one of no number."""
-    questions = [
-        Question(("",) * 2, ("aa", "bbbb"), 0),
-        Question(("",) * 2, ("aa", "bbbb"), 1),
-        Question(("",) * 2, ("aa", "bbbb"), 1),
-        Question(("",) * 4, ("a", "b", "c", "d"), 0),
-    ]
-    sums = [(-1.0, -4.0), (-3.0, -4.0), (-1.0, -4.0), (math.nan, -1.0, -1.0, -1.0)]
-    scores = [[Score(each, False) for each in row] for row in sums]
-    found = result("mine", questions, scores)
-    assert (found.questions, found.accuracy, found.accuracy_norm) == (4, 0.25, 0.5)
-    # The deviation of 1, 0, 0, 0 is sqrt((0.75 ** 2 + 3 * 0.25 ** 2) / 3) = 0.5.
-    assert found.accuracy_stderr == pytest.approx(0.5 / math.sqrt(4))
-    assert found.accuracy_norm_stderr == pytest.approx(math.sqrt(1 / 3) / math.sqrt(4))
-    assert found.chance == pytest.approx((3 * 0.5 + 0.25) / 4)
-    assert math.isnan(accuracy([True])[1])
-
-
-def test_last_words_by_hand():
-    questions = [Question(("a",), ("b",), 0)] * 4
-    scores = [[Score(-math.log(2**n), n == 0)] for n in range(4)]
-    found = result("words", questions, scores)
-    assert (found.accuracy, found.chance, found.accuracy_norm) == (0.25, 0.0, None)
-    assert found.perplexity == pytest.approx(2 ** (6 / 4))
-    assert found.measures().keys() == {
-        "questions",
-        "accuracy",
-        "accuracy_stderr",
-        "chance",
-        "perplexity",
+def answers_of(files, model, limit=None):
+    """Return the figures that lm_eval has of tasks, and the log-likelihoods in their rows."""
+    tasks = Tasks(files, shots=1, limit=limit)
+    for task in tasks.tasks.values():
+        task.set_fewshot_seed(1234)
+    given = {"tasks": tasks.tasks, "groups": {}}
+    found = evaluate(model, given, limit=limit, bootstrap_iters=100)
+    rows = {
+        name: [sample["filtered_resps"] for sample in samples]
+        for name, samples in found["samples"].items()
     }
+    figures = {
+        (task, name): value
+        for task, values in found["results"].items()
+        for name, value in values.items()
+        if isinstance(value, float)
+    }
+    return figures, rows
 
 
-class RandomScorer:
-    """Scores without looking at the question."""
-
-    def __init__(self):
-        self.random = random.Random(0)
-
-    def score(self, pairs, report):
-        return [Score(-self.random.random() * len(text), False) for _, text in pairs]
+def scorer_of(folder, layout, patch, tp=1):
+    """Return a scorer of the model in a folder on ranks with an axis tp, which no command has."""
+    patch.setattr(saved_model, "ParallelismConfig", partial(ParallelismConfig, tp=tp))
+    return Scorer(*saved_model.load_sharded_model(Path(folder), layout, "float32"), 2)
 
 
-@pytest.mark.parametrize("choices", [2, 4])
-def test_guessing_has_the_accuracy_of_chance(choices):
-    rows = [
-        {"context": f"{n}", "choices": [f"{n}-{c}" for c in range(choices)], "answer": n % choices}
-        for n in range(1000)
+def ours(folder, files, tp):
+    with pytest.MonkeyPatch.context() as patch:
+        layout = connection.start(ParallelismConfig(tp=tp))
+        batches = []
+        model = HarnessModel(scorer_of(folder, layout, patch, tp), batches.append)
+        found = answers_of(files, model)
+        assert batches  # each beats the watchdog
+        return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run, whose export has the folder hf, and three tasks with rows of their own."""
+    folder = tmp_path_factory.mktemp("run")
+    write_text(folder)
+    model = {"name": "llama", "n_head": 4, "n_kv_head": 2, "n_inner": 48}
+    tables = tiny_tables(folder, model=model, training={"seq_len": 96}, optimizer={"lr": 1e-2})
+    train(1, tables)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["export", str(run_folder_of(tables)), str(folder / "hf")])
+        export.main()
+    ids = {bytes([byte]): byte for byte in range(256)}, None, {"<|endoftext|>": 256}
+    byte_pair_tokenizer(*ids).save(str(folder / "hf" / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
+    files = [write_task(folder, kind, kind, foxes(7)) for kind in LIKELIHOODS]
+    return run_folder_of(tables), folder / "hf", files
+
+
+@pytest.fixture(scope="module")
+def theirs(run):
+    _, folder, files = run
+    model = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=2)
+    return answers_of(files, model)
+
+
+@pytest.mark.parametrize("ranks,tp", [(1, 1), (2, 1), (2, 2)], ids=["1 rank", "FSDP 2", "TP 2"])
+def test_answers_are_those_of_lm_eval_with_transformers(run, theirs, ranks, tp):
+    """Log-likelihoods to 1e-4 of a nat a token, which is a byte here; texts of several windows."""
+    place, _, files = run
+    expected, rows = theirs
+    rows_of_kinds = foxes(7)
+    for found, own in run_ranks(ours, ranks, str(place), files, tp):
+        assert found == pytest.approx(expected, rel=1e-3) and len(found) > 8
+        for kind in LIKELIHOODS:
+            for row, mine, wanted in zip(rows_of_kinds, own[kind], rows[kind], strict=True):
+                rolling = kind == "loglikelihood_rolling"
+                texts = row["choices"] if kind == "multiple_choice" else [row["word"]]
+                for text, one, other in zip([row["text"]] if rolling else texts, mine, wanted):
+                    values = (one, float(other)) if rolling else (one[0], float(other[0]))
+                    assert abs(values[0] - values[1]) < 1e-4 * (len(text) + 1), kind
+                    assert rolling or one[1] == (str(other[1]) == "True")
+
+
+@pytest.fixture
+def own_group():
+    yield
+    connection.stop()
+
+
+@pytest.mark.usefixtures("own_group")
+def test_a_folder_whose_texts_begin_by_a_token_is_asked_as_lm_eval_asks_it(tmp_path, monkeypatch):
+    """Contexts that are empty, blank, cut, of letters in several tokens; long texts; stop texts."""
+
+    def asked(model, kind, *args):
+        return getattr(model, kind)(
+            [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in args]
+        )
+
+    write_llama(tmp_path)
+    theirs = HFLM(pretrained=str(tmp_path), dtype="float32", device="cpu", batch_size=1)
+    layout = connection.start(ParallelismConfig())
+    ours = HarnessModel(scorer_of(tmp_path, layout, monkeypatch), lambda count: None)
+    pairs = [
+        ("The cat", " sat on"),
+        ("", "The fox"),
+        ("The cat ", " sat"),
+        (" ", " x"),
+        ("\u00e9", "\u65e5\u672c"),
+        ("The cat sat on the mat " * 9, " fox"),
     ]
-    tasks = {"mine": [multiple_choice(row) for row in rows]}
-    [found] = Evaluation(RandomScorer(), tasks).results()
-    assert found.chance == 1 / choices
-    assert abs(found.accuracy - found.chance) < 3 * found.accuracy_stderr
-    assert abs(found.accuracy_norm - found.chance) < 3 * found.accuracy_norm_stderr
+    expected = asked(theirs, "loglikelihood", *pairs)
+    for (value, hit), (wanted, likeliest) in zip(asked(ours, "loglikelihood", *pairs), expected):
+        assert value == pytest.approx(wanted, rel=1e-5) and hit == likeliest
+    texts = [("The cat sat on",), ("The cat sat on \u00e9 xyz " * 9,)]
+    rolling = asked(theirs, "loglikelihood_rolling", *texts)
+    assert asked(ours, "loglikelihood_rolling", *texts) == pytest.approx(rolling, rel=1e-5)
+    free = asked(ours, "generate_until", ("\u65e5", {"until": [], "max_gen_toks": 12}))[0]
+    for until in ([], [free[2:4]], "zz", [free[-1:], free[1:3]]):
+        request = "\u65e5", {"until": until, "max_gen_toks": 12}
+        assert asked(ours, "generate_until", request) == asked(theirs, "generate_until", request)
+
+
+CODE = """\
+import os, random, numpy, torch
+
+def rows(dataset):
+    random.random(), numpy.random.rand(), torch.rand(1)
+    return dataset
+
+def text(row):
+    random.random(), numpy.random.rand(), torch.rand(1)
+    return row["context"]
+
+def of_this_process(row):
+    return row["context"] + str(os.getpid())
+"""
+
+
+def test_a_run_that_is_asked_has_the_bits_of_one_that_is_not(tmp_path):
+    """With dropout, and a task whose code draws from all generators."""
+    write_text(tmp_path)
+    (tmp_path / "own.py").write_text(CODE)
+    settings = {"process_docs": "!function own.rows", "doc_to_text": "!function own.text"}
+    files = [
+        write_task(tmp_path, "foxes", "multiple_choice", foxes(5), **settings),
+        write_task(tmp_path, "words", "generate_until", foxes(2)),
+    ]
+    runs = [
+        tiny_tables(
+            tmp_path,
+            run={"name": name},
+            model={"dropout": 0.2},
+            training={"steps": 6},
+            evaluation={"tasks": tasks, "interval": 2, "shots": 1, "limit": 4},
+        )
+        for name, tasks in (("asked", files), ("plain", []))
+    ]
+    train(2, *runs)
+    asked, plain = map(metrics, runs)
+    assert asked == plain and len(asked) == 6
+    accuracy = metrics(runs[0], "evaluation/foxes/acc")
+    assert list(accuracy) == [2, 4, 6] and 0 <= accuracy[6] <= 1
+    assert metrics(runs[0], "evaluation/foxes/sample_len")[6] == 4
+    assert list(metrics(runs[0], "evaluation/words/exact_match")) == [2, 4, 6]
+
+
+def asked_by_process(folder, file):
+    with pytest.MonkeyPatch.context() as patch:
+        layout = connection.start(ParallelismConfig())
+        scorer = scorer_of(folder, layout, patch)
+        return Tasks([file]).ask(scorer)
+
+
+def test_ranks_score_the_texts_of_the_first_whatever_a_task_does(run, tmp_path):
+    (tmp_path / "own.py").write_text(CODE)
+    code = {"doc_to_text": "!function own.of_this_process"}
+    file = write_task(tmp_path, "words", "loglikelihood", foxes(3), **code)
+    first, second = run_ranks(asked_by_process, 2, str(run[0]), file)
+    assert first == second and first["words"]["sample_len"] == 3
+
+
+def test_examples_and_limits(tmp_path):
+    """The task's own number of examples stands unless another is asked for, and 0 always."""
+    rows = foxes(5)
+    plain = write_task(tmp_path, "plain", "multiple_choice", rows)
+    two = write_task(tmp_path, "two", "multiple_choice", rows, num_fewshot="2")
+    none = write_task(tmp_path, "none", "multiple_choice", rows, num_fewshot="0")
+
+    def contexts(**settings):
+        tasks = Tasks([plain, two, none], **settings)
+        texts = [[each.args[0] for each in task.instances] for task in tasks.tasks.values()]
+        return tasks.requests, [{text.count("\n\n") for text in each} for each in texts]
+
+    assert contexts() == (30, [{0}, {2}, {0}])
+    assert contexts(shots=1, limit=3) == (18, [{1}, {1}, {0}])
+    tasks = Tasks([plain], shots=2)
+    before = [each.args for each in tasks.tasks["plain"].instances]
+    assert before == [each.args for each in Tasks([plain], shots=2).tasks["plain"].instances]
+
+
+def test_a_line_has_each_measurement_with_its_error():
+    values = {"sample_len": 1200, "acc": 0.25, "acc_stderr": 0.125}
+    values |= {"exact_match,strict": 0.5, "exact_match_stderr,strict": 0.0625}
+    line = "x sample_len 1,200, acc 0.2500 ± 0.1250, exact_match,strict 0.5000 ± 0.0625"
+    assert in_words("x", values) == line
+
+
+def broken(folder, **settings):
+    return write_task(folder, "broken", "multiple_choice", foxes(2), **settings)
+
+
+@pytest.mark.parametrize(
+    "make,message",
+    [
+        (lambda folder: "nothing.yaml", r"cannot read the task nothing.yaml \(KeyError"),
+        (lambda folder: broken(folder, task="[1, "), r"cannot read the task .*broken.yaml \(Pars"),
+        (lambda folder: broken(folder, output_type="x"), "ValueError: Got invalid output_type 'x'"),
+        (
+            lambda folder: broken(folder, dataset_kwargs="{data_files: {test: no.jsonl}}"),
+            "no.jsonl",
+        ),
+        (lambda folder: broken(folder, doc_to_text="'{{nothing}}'"), "nothing"),
+        (lambda folder: broken(folder, doc_to_text="!function gone.text"), "gone"),
+        (lambda folder: broken(folder, unsafe_code="true"), "runs code that a model writes"),
+        (lambda folder: "s3://key:secret@b/x.yaml", "a task must be"),
+    ],
+)
+def test_a_task_that_cannot_be_read_is_a_line(tmp_path, monkeypatch, make, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message) as mistake:
+        Tasks([make(tmp_path)])
+    assert "\n" not in str(mistake.value) and "secret" not in str(mistake.value)
+
+
+def test_a_row_that_is_no_question_is_found_before_the_run(tmp_path):
+    rows = [*foxes(3), {"context": None}]
+    file = write_task(tmp_path, "foxes", "multiple_choice", rows)
+    with pytest.raises(UserError, match=r"cannot ask the task foxes \("):
+        Tasks([file])
+    assert Tasks([file], limit=3).requests == 6
+    with pytest.raises(UserError, match="two tasks are called foxes"):
+        Tasks([file, file], limit=3)
+    with pytest.raises(UserError, match=r"cannot ask the task foxes \("):
+        Tasks([file], shots=9, limit=3)
+
+
+def test_lm_eval_is_imported_where_a_task_is_named_and_may_be_absent(tmp_path, monkeypatch):
+    imports, real = [], builtins.__import__
+
+    def absent(name, *args):
+        imports.append(name)
+        if name == "torchmars.evaluation.tasks":
+            raise ImportError("lm_eval")
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    assert evaluation_tasks(tiny_config(tmp_path)) is None
+    never = {"tasks": ["x"], "interval": 0}
+    assert evaluation_tasks(tiny_config(tmp_path, evaluation=never)) is None
+    assert "torchmars.evaluation.tasks" not in imports
+    config = tiny_config(tmp_path, evaluation={"tasks": ["x"]})
+    with pytest.raises(UserError, match=r"evaluation.tasks needs the package lm_eval.*\[eval\]"):
+        evaluation_tasks(config)

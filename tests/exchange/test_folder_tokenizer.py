@@ -10,7 +10,6 @@ from tests.support.tokenizers import write_llama, write_tokenizer
 from torchmars.api import load
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.evaluation.scoring import Scorer, Tokens
 from torchmars.exchange.folder_tokenizer import FolderTokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -65,29 +64,6 @@ def test_a_run_with_the_same_tokenizer_is_asked_as_it_was_trained(tmp_path):
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     assert (tokenizer.before, tokenizer.begin, tokenizer.ends) == ([], 2, {2})
-
-
-class Seen:
-    """A scorer without a model."""
-
-    seq_len = 8
-    tokens, windows = Scorer.tokens, Scorer.windows
-
-
-def test_windows_and_contexts_begin_as_texts_do(folder):
-    seen = Seen()
-    seen.tokenizer = FolderTokenizer(str(folder))
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    whole, context = theirs("The cat sat on").input_ids, theirs("The cat").input_ids
-    assert seen.tokens("The cat", " sat on") == Tokens(whole, len(whole) - len(context))
-    alone = theirs("sat", add_special_tokens=False).input_ids
-    assert seen.tokens("", "sat") == Tokens([1, *alone], len(alone))
-    long = theirs("The cat sat on The fox sat on a cat").input_ids
-    windows = seen.windows("The cat sat on The fox sat on a cat")
-    assert (
-        windows[0] == Tokens(long[:9], 8) and sum(each.count for each in windows) == len(long) - 1
-    )
-    assert seen.windows("") == []
 
 
 def test_losses_and_logits_are_those_of_transformers(folder, tmp_path):

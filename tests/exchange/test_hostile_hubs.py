@@ -1,5 +1,8 @@
 """A hub that HF_ENDPOINT names may be anybody's: it writes in its own cache alone."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.exchange.test_hub import ask
@@ -7,7 +10,7 @@ from tests.support.hub_server import hub_server
 from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.data.hub import load_dataset
-from torchmars.evaluation import rows
+from torchmars.evaluation.tasks import Tasks
 from torchmars.exchange.hub import find_folder
 
 datasets = pytest.importorskip("datasets")
@@ -105,7 +108,10 @@ def load_rows():
 
 
 def load_task():
-    return rows.download(rows.Task(lambda row: row, "own/rows", None, "train", None), "train")
+    task = {"task": "own", "dataset_path": "own/rows", "test_split": "train"}
+    settings = {"output_type": "loglikelihood_rolling", "doc_to_target": "text"}
+    Path("own.yaml").write_text(json.dumps(task | settings))
+    return Tasks(["own.yaml"])
 
 
 @pytest.mark.parametrize("load", [load_rows, load_task])

@@ -3,10 +3,9 @@
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from torchmars.config import ParallelismConfig
 from torchmars.config.fields import Count, Positive
@@ -17,17 +16,15 @@ from torchmars.core.errors import (
     UserError,
     end_at_once,
     exit_on_user_error,
+    needs_package,
     report_failure,
 )
 from torchmars.core.help import Positional
 from torchmars.core.options import check_results_file, parse, words, write_results
 from torchmars.data.progress_bar import ProgressBar
-from torchmars.evaluation.rows import read_tasks
 
 if TYPE_CHECKING:
-    from torchmars.evaluation.results import Result
-    from torchmars.evaluation.scoring import Tokens
-    from torchmars.evaluation.texts import TextResult
+    from torchmars.evaluation.tasks import Tasks
     from torchmars.parallel.layout import Layout
 
 
@@ -43,25 +40,21 @@ class Evaluate(PluginOptions):
     """A run, whose newest good checkpoint is taken, a checkpoint, or a folder that transformers
     reads. hf:NAME is a model of the hub."""
     tasks: str | None = None
-    """Tasks, with commas between them: hellaswag, arc_easy, arc_challenge, piqa, winogrande,
-    openbookqa, sciq and lambada come from the hub; TASK=FILE.jsonl has the rows of one of these;
-    FILE.jsonl has rows of your own."""
+    """Tasks of the package lm_eval, with commas between them: its names, such as hellaswag, or
+    files *.yaml that describe tasks of your own. Such a file may name Python code, which runs."""
     text: Annotated[str, Pattern()] | None = None
     """Measure the loss on the text files that a path, a folder or a glob names."""
-    shards: Path | None = None
-    """Measure the loss on the validation split in a folder of shards."""
     step: Count | None = None
     """Of a run, take the checkpoint of this step."""
-    shots: Count = 0
-    """Solved examples before each question."""
+    shots: Count | None = None
+    """Solved examples before each question; by default as many as the task says, mostly 0."""
     limit: Positive | None = None
-    """Take only the first so many questions of each task, and windows of each text."""
+    """Take only the first so many questions of each task, and windows of the text."""
     batch_size: Positive = 16
-    """Texts that a rank scores at once. Lower it where memory is short."""
+    """Texts of the model's length that a rank scores at once, and of shorter ones more. Lower it
+    where memory is short."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype in which the model computes."""
-    seed: Count = 0
-    """Draws the examples."""
     json: Path | None = None
     """Write the results to this file too."""
 
@@ -71,8 +64,8 @@ def main() -> None:
     first = os.environ.get("RANK", "0") == "0"
     with exit_on_user_error(quiet=not first):
         options = parse(Evaluate, sys.argv[1:], "torchmars evaluate")
-        if options.tasks is None and not (options.text or options.shards):
-            raise UserError("name what to measure: --tasks, --text or --shards")
+        if options.tasks is None and not options.text:
+            raise UserError("name what to measure: --tasks or --text")
         tasks = [] if options.tasks is None else words(options.tasks, "--tasks")
         check_results_file(options.json)
     from torchmars.cluster import connection, process
@@ -95,46 +88,41 @@ def main() -> None:
 
 def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     """Measure, print and write the results. Called by every rank."""
-    from torchmars.evaluation import results, scoring, texts
+    from torchmars.evaluation import scoring
+    from torchmars.exchange.saved_model import load_sharded_model
 
-    tasks = layout.on_first(lambda: read_tasks(names, options.shots, options.limit, options.seed))
-    how = options.dtype, options.batch_size, options.step
-    scorer = scoring.load_scorer(options.model, layout, *how)
-    opened: dict[str, Sequence[Tokens]] = {}
-    layout.on_all(lambda: opened.update(texts.open_texts(options.text, options.shards, scorer)))
-    answered: list[Result] = []
-    if tasks:
-        evaluation = results.Evaluation(scorer, tasks)
-        with ProgressBar("tasks", evaluation.answers, 0, "answer", layout.first) as bar:
-            answered = evaluation.results(bar.add)
-        layout.say(*results.results_table(answered))
-    measured: list[TextResult] = []
-    for name, windows in opened.items():
-        count = min(len(windows), options.limit or len(windows))
-        with ProgressBar(name, count, 0, "window", layout.first) as bar:
-            measured.append(texts.measure_text(scorer, name, windows, count, bar.add))
-    if measured:
-        layout.say(*([""] if answered else []), *texts.texts_table(measured))
-    if options.json is not None:
-        file, found = options.json, all_measures(options, answered, measured)
-        layout.on_first(lambda: write_results(file, found))
+    tasks = layout.on_all(lambda: read_tasks(options, names))
+    model = load_sharded_model(options.model, layout, options.dtype, options.step)
+    scorer = scoring.Scorer(*model, options.batch_size)
+    found: dict[str, dict[str, dict[str, float]]] = {"tasks": {}, "texts": {}}
+    if tasks is not None:
+        with ProgressBar("tasks", tasks.requests, 0, "text", layout.first) as bar:
+            found["tasks"] = tasks.ask(scorer, bar.add)
+    if text := options.text:
+        every = layout.on_all(lambda: scoring.windows_of_files(text, scorer))
+        windows = every[: options.limit]
+        with ProgressBar(text, len(windows), 0, "window", layout.first) as bar:
+            found["texts"][text] = scoring.measure_text(scorer, windows, bar.add)
+    for each in found.values():
+        layout.say(*(scoring.in_words(*measured) for measured in each.items()))
+    if (file := options.json) is not None:
+        asked = {name: getattr(options, name) for name in ("shots", "limit", "dtype")}
+        written = {"model": str(options.model), **asked, **{k: finite(v) for k, v in found.items()}}
+        layout.on_first(lambda: write_results(file, written))
 
 
-def all_measures(
-    options: Evaluate, results: "list[Result]", texts: "list[TextResult]"
-) -> dict[str, Any]:
-    """Return results for a file of JSON. Numbers that are not finite are null."""
+def read_tasks(options: Evaluate, names: list[str]) -> "Tasks | None":
+    """Return the tasks of these names, if there are any. Raises `UserError`."""
+    if not names:
+        return None
+    with needs_package("lm_eval", "--tasks", "eval"):
+        from torchmars.evaluation.tasks import Tasks
+    return Tasks(names, options.shots, options.limit)
+
+
+def finite(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:
+    """Return measures as JSON can hold them: numbers that are not finite are null."""
     return {
-        "model": str(options.model),
-        "shots": options.shots,
-        "limit": options.limit,
-        "seed": options.seed,
-        "dtype": options.dtype,
-        "tasks": {each.task: finite(each.measures()) for each in results},
-        "texts": {each.text: finite(each.measures()) for each in texts},
+        what: {name: value if math.isfinite(value) else None for name, value in values.items()}
+        for what, values in measured.items()
     }
-
-
-def finite(values: dict[str, float]) -> dict[str, float | None]:
-    """Return measures as JSON can hold them."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}

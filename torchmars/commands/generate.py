@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from torchmars.config.fields import Amount, Count, Positive
 from torchmars.config.plugins import PluginOptions
@@ -14,6 +14,10 @@ from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import read_text
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
+
+if TYPE_CHECKING:
+    from torchmars.data.tokenizer import Tokenizer
+    from torchmars.models import Model
 
 SEPARATOR = "-" * 15
 
@@ -58,16 +62,14 @@ def main() -> None:
         prompts = [prompt for prompt in prompts for _ in range(options.samples)]
         from torchmars.evaluation import sampling
 
-        model, tokenizer = sampling.load_onto_gpu(options.folder, options.step)
+        model, tokenizer = load_onto_gpu(options.folder, options.step)
         longest = max(len(sampling.encode(tokenizer, prompt)) for prompt in prompts)
         room = min(model.seq_len, longest + options.max_tokens)
         predict = sampling.predict_with_cache(model, room)
         draw = sampling.Draw(options.temperature, options.top_k, options.top_p, options.seed)
         if options.prompts is None and options.samples == 1:
-            for piece in sampling.stream_text(
-                predict, tokenizer, options.prompt, options.max_tokens, draw
-            ):
-                write(piece)
+            write(options.prompt)
+            sampling.continuations(predict, tokenizer, prompts, options.max_tokens, draw, write)
             say("")
             return
         texts = sampling.continuations(predict, tokenizer, prompts, options.max_tokens, draw)
@@ -76,6 +78,23 @@ def main() -> None:
                 write(f"{SEPARATOR}\n" * (number > 0) + f"{prompt}{text}\n")
             else:
                 write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+
+
+def load_onto_gpu(folder: PurePath, step: int | None) -> "tuple[Model, Tokenizer]":
+    """Load a model as `load_model` does, onto the GPU where there is one."""
+    import torch
+
+    from torchmars.core.device import gpu_type
+    from torchmars.exchange.saved_model import load_model
+
+    model, tokenizer, _ = load_model(folder, step)
+    try:
+        return model.to(gpu_type() or "cpu"), tokenizer
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the GPU has no room for the model in {folder}: name another one in "
+            "CUDA_VISIBLE_DEVICES, or set that to nothing to generate on the CPU"
+        ) from None
 
 
 def read_prompts(file: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tasks that a model is asked while it trains."""
+"""Tasks of lm_eval that a model is asked while it trains."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -12,13 +12,13 @@ class EvaluationConfig:
     """Tasks that the model is asked while it trains, as torchmars evaluate asks them."""
 
     tasks: list[Annotated[str, Local()]] = field(default_factory=list)
-    """hellaswag, arc_easy, arc_challenge, piqa, winogrande, openbookqa, sciq, lambada of the hub;
-    TASK=FILE.jsonl; or a FILE.jsonl of your own questions."""
+    """Tasks of the package lm_eval, by its names, or files *.yaml that describe tasks of your own.
+    Such a file may name Python code, which runs."""
     interval: Count = 1000
     """Steps between evaluations, and one at the end. 0: never."""
-    shots: Count = 0
-    """Solved examples before each question."""
+    shots: Count | None = None
+    """Solved examples before each question. None: as many as the task says, mostly 0."""
     limit: Positive | None = None
     """Take only the first so many questions of each task."""
     batch_size: Positive = 16
-    """Answers that a rank scores at once."""
+    """Texts of the model's length that a rank scores at once, and of shorter ones more."""

@@ -122,10 +122,6 @@ class Tokenizer(Protocol):
         Ids without text, those of padding rows of the token table, give none.
         """
 
-    def decoded_bytes(self, tokens: list[int]) -> int:
-        """Return how many bytes of UTF-8 token ids decode to."""
-        return len(self.decode(tokens).encode())
-
     def is_settled(self, tokens: list[int]) -> bool:
         """Return whether the text of token ids stays as it is, whatever tokens follow.
 
@@ -148,9 +144,6 @@ class BytePairTokenizer(Tokenizer, Protocol):
 
     def decode(self, tokens: list[int]) -> str:
         return self.bytes_of(tokens).decode("utf-8", errors="replace")
-
-    def decoded_bytes(self, tokens: list[int]) -> int:
-        return len(self.bytes_of(tokens))
 
 
 class ByteTokenizer(BytePairTokenizer):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Annotated
 
 import torch
@@ -10,10 +9,8 @@ from torch import Tensor
 
 from torchmars.config.fields import Amount, Positive
 from torchmars.core.bounds import Range
-from torchmars.core.device import gpu_type
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer
-from torchmars.exchange.saved_model import load_model
 from torchmars.models.cache import Cache
 from torchmars.models.model import Model
 
@@ -118,42 +115,37 @@ def draw_token(logits: Tensor, draw: Draw, generator: torch.Generator) -> int:
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def stream_text(
-    predict: Predict, tokenizer: Tokenizer, prompt: str, count: int, draw: Draw
-) -> Iterator[str]:
-    """Yield `prompt` and the pieces of its continuation, as they are drawn.
-
-    They are at most `count` tokens, to the end of a document. A letter of several tokens comes
-    when it is whole.
-    """
-    context, ends = encode(tokenizer, prompt), tokenizer.ends
-    yield prompt
-    new: list[int] = []
-    text, said = "", 0
-    for (token,) in sample(
-        predict, [context], count, vocab_size=tokenizer.vocab_size, ends=ends, draw=draw
-    ):
-        assert token is not None
-        new.append(token)
-        text = following(tokenizer, context, new)
-        if tokenizer.is_settled(context + new) and not text.endswith(UNKNOWN):
-            yield text[said:]
-            said = max(said, len(text))
-    yield text[said:]
-
-
 def continuations(
-    predict: Predict, tokenizer: Tokenizer, prompts: list[str], count: int, draw: Draw
+    predict: Predict,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    count: int,
+    draw: Draw,
+    tell: Callable[[str], bool | None] = lambda piece: None,
 ) -> list[str]:
-    """Return the continuation of each prompt: at most `count` tokens, to the end of a document."""
+    """Return the continuation of each prompt: at most `count` tokens, to the end of a document.
+
+    Of a single prompt, `tell` gets the pieces as they are drawn, and may say by True that it has
+    enough. A letter of several tokens comes when it is whole.
+    """
     contexts = [encode(tokenizer, prompt) for prompt in prompts]
     new: list[list[int]] = [[] for _ in prompts]
+    said = 0
     for tokens in sample(
         predict, contexts, count, vocab_size=tokenizer.vocab_size, ends=tokenizer.ends, draw=draw
     ):
         for one, token in zip(new, tokens):
             one += [] if token is None else [token]
-    return [following(tokenizer, *each) for each in zip(contexts, new)]
+        if len(prompts) == 1 and tokenizer.is_settled(contexts[0] + new[0]):
+            text = following(tokenizer, contexts[0], new[0])
+            if not text.endswith(UNKNOWN):
+                enough = tell(text[said:])
+                said = max(said, len(text))
+                if enough:
+                    break
+    texts = [following(tokenizer, *each) for each in zip(contexts, new)]
+    tell(texts[0][said:])
+    return texts
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -171,15 +163,3 @@ def following(tokenizer: Tokenizer, context: list[int], new: Sequence[int]) -> s
     if new and new[-1] in tokenizer.ends:
         new = new[:-1]
     return tokenizer.decode([*context, *new])[len(tokenizer.decode(context)) :]
-
-
-def load_onto_gpu(folder: PurePath, step: int | None) -> tuple[Model, Tokenizer]:
-    """Load a model as `load_model` does, onto the GPU where there is one."""
-    model, tokenizer, _ = load_model(folder, step)
-    try:
-        return model.to(gpu_type() or "cpu"), tokenizer
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"the GPU has no room for the model in {folder}: name another one in "
-            "CUDA_VISIBLE_DEVICES, or set that to nothing to generate on the CPU"
-        ) from None

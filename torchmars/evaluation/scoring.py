@@ -1,32 +1,24 @@
-"""Log-likelihoods of texts after others, by a model on any layout."""
+"""Log-likelihoods of texts, by a model on any layout, and the loss of files."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import PurePath
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchmars.core.errors import UserError
+from torchmars.core.files import LARGEST, read_bytes
+from torchmars.data.corpus import matching_files
+from torchmars.data.documents import Damage, decode, documents_in
 from torchmars.data.tokenizer import Tokenizer
-from torchmars.exchange.saved_model import ComputeDtype, load_sharded_model
 from torchmars.parallel.cuts import sequence_unit
-from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 
 Report = Callable[[int], None]  # is told how many more are done
-
-
-@dataclass(frozen=True)
-class Score:
-    """A model's scores of a text after a context."""
-
-    log_likelihood: float
-    """The natural logarithm of its probability."""
-    likeliest: bool
-    """Whether each of its tokens is the likeliest one after those before."""
+FULL = 1024  # tokens
 
 
 @dataclass(frozen=True)
@@ -35,48 +27,44 @@ class Tokens:
 
     ids: list[int]
     count: int
-    size: int | None = field(default=None, compare=False)
-    """Bytes of the text in UTF-8; None if there are only tokens."""
+    size: int = field(default=0, compare=False)
+    """Bytes of the text in UTF-8, where they were counted."""
 
 
 class Scorer:
     """Scores texts by a model whose ranks share the work. Every rank makes the same calls.
 
-    `batch_size` is the number of texts that a rank scores at once.
+    A rank scores `batch_size` texts of the model's length, at least `FULL`, at once, and of shorter
+    ones as many as have as many tokens: where each operation is short, threads wait for each other.
     """
 
-    def __init__(
-        self, model: ParallelModel, layout: Layout, tokenizer: Tokenizer, batch_size: int
-    ) -> None:
-        self.model, self.layout = model, layout
-        self.tokenizer, self.batch_size = tokenizer, batch_size
+    def __init__(self, model: ParallelModel, tokenizer: Tokenizer, batch_size: int) -> None:
+        self.model, self.layout, self.tokenizer = model, model.layout, tokenizer
         self.seq_len = model.whole.seq_len
+        self.batch_tokens = batch_size * max(self.seq_len, FULL)
 
-    def score(self, pairs: Sequence[tuple[str, str]], report: Report) -> list[Score]:
-        """Return the score of the second text of each pair, after the first one.
+    def score(
+        self, texts: Sequence[Tokens], report: Report = lambda count: None
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each text, and whether each of its tokens is the likeliest.
 
         `report` is told of each batch how many texts of all ranks it had.
         """
-        return self.score_tokens([self.tokens(*pair) for pair in pairs], report)
-
-    def score_tokens(
-        self, texts: Sequence[Tokens], report: Report = lambda count: None
-    ) -> list[Score]:
-        """Return the scores of texts that are tokens, as `score` does."""
         # Texts of a batch are of about one length. The longest come first: if memory is short,
         # that shows at once.
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
         sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=self.layout.device)
-        data, stride = self.layout.data, self.batch_size * self.layout.data.size
+        data = self.layout.data
         # The ranks of a sequence share lengths that are a multiple of this.
         unit = sequence_unit(self.model.sequence.ranks, self.model.tp)
         self.model.train(False)
         # Every length would be compiled again.
         with torch.compiler.set_stance("force_eager"):
-            for begin in range(0, len(order), stride):
-                group = order[begin : begin + stride]
-                length = math.ceil((len(texts[group[0]].ids) - 1) / unit) * unit
-                mine = group[data.rank * self.batch_size :][: self.batch_size]
+            while order:
+                length = math.ceil((len(texts[order[0]].ids) - 1) / unit) * unit
+                each = min(self.batch_tokens // length, math.ceil(len(order) / data.size))
+                group, order = order[: each * data.size], order[each * data.size :]
+                mine = group[data.rank * each :][:each]
                 # A sharded forward pass needs all ranks: one without texts repeats the first.
                 found = self.batch([texts[number] for number in mine or group[:1]], length)
                 for number, score in zip(mine, found):
@@ -87,38 +75,9 @@ class Scorer:
         dist.all_reduce(sums, group=self.layout.world.process_group)
         sums /= self.layout.group("tp").size
         return [
-            Score(log_likelihood, round(hits) == text.count)
+            (log_likelihood, round(hits) == text.count)
             for text, (log_likelihood, hits) in zip(texts, sums.tolist())
         ]
-
-    def tokens(self, context: str, text: str) -> Tokens:
-        """Return the tokens of a text after a context, as many as the model sees.
-
-        Blanks at the end of the context count as the text's: tokens begin with them. An empty
-        context is the token that begins a document; before others stands what the tokenizer puts
-        there. All as in EleutherAI's harness.
-        """
-        kept = context.rstrip()
-        before, whole = (
-            each.tolist() for each in self.tokenizer.encode_batch([kept, context + text])
-        )
-        # The first token of a text may also have the end of its context.
-        count = max(1, len(whole) - len(before))
-        opening = self.tokenizer.before if context else []
-        if not opening and not before:
-            opening = [self.tokenizer.begin]
-        ids = [*opening, *whole][-(self.seq_len + 1) :]
-        return Tokens(ids, min(count, len(ids) - 1))
-
-    def windows(self, text: str) -> list[Tokens]:
-        """Return windows of a document in which each of its tokens is scored once.
-
-        The model sees as many tokens as it can before them. The first token comes after what the
-        tokenizer puts before a text, or else after the token that begins a document.
-        """
-        tokens, ends = self.tokenizer.encode_measured(text)
-        opening = self.tokenizer.before or [self.tokenizer.begin]
-        return windows_after(opening, tokens.tolist(), self.seq_len, ends)
 
     def batch(self, texts: list[Tokens], length: int) -> Tensor:
         """Return, for each text, this rank's part of its log-likelihood and of its count of tokens
@@ -138,14 +97,15 @@ def windows_after(
 ) -> list[Tokens]:
     """Return windows in which each of `tokens` is scored once, by a model that sees `seq_len`.
 
-    `ends` are the bytes of the text that end with each token.
+    It sees as many tokens as it can before them. `ends` are the bytes of the text that end with
+    each token.
     """
     ids = [*opening, *tokens]
     windows: list[Tokens] = []
     begin = len(opening)
     while begin < len(ids):
         end = min(begin + seq_len if windows else max(seq_len, begin) + 1, len(ids))
-        size = None
+        size = 0
         if ends is not None:
             first, last = begin - len(opening), end - len(opening)
             size = int(ends[last - 1] - (ends[first - 1] if first else 0))
@@ -154,9 +114,57 @@ def windows_after(
     return windows
 
 
-def load_scorer(
-    folder: PurePath, layout: Layout, dtype: ComputeDtype, batch_size: int, step: int | None = None
-) -> Scorer:
-    """Return a scorer by the model in `folder`, as `load_sharded_model` loads it."""
-    model, tokenizer = load_sharded_model(folder, layout, dtype, step)
-    return Scorer(model, layout, tokenizer, batch_size)
+def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
+    """Return the windows of the text files that a path, a folder or a glob names.
+
+    A line `<|endoftext|>` ends a document, whose first token comes after what the tokenizer puts
+    before a text, or else after the token that begins a document. Raises `UserError`.
+    """
+    windows: list[Tokens] = []
+    tokenizer = scorer.tokenizer
+    lost = 0  # bytes of the documents before, of which the tokenizer leaves nothing
+    for file in matching_files(pattern, "text", "--text", scorer.layout.say):
+        try:
+            for _, content in documents_in(read_bytes(file), LARGEST):
+                text = decode(content) if isinstance(content, bytes) else ""
+                tokens, ends = tokenizer.encode_measured(text if text.strip() else "")
+                opening = tokenizer.before or [tokenizer.begin]
+                windows += windows_after(opening, tokens.tolist(), scorer.seq_len, ends + lost)
+                lost = 0 if len(tokens) else lost + len(text.encode())
+        except (OSError, Damage) as error:
+            raise UserError(f"--text: cannot read {file}: {error}") from None
+    if not windows:
+        raise UserError(f"--text: {pattern} has no text")
+    windows[-1] = replace(windows[-1], size=windows[-1].size + lost)
+    return windows
+
+
+def measure_text(
+    scorer: Scorer, windows: Sequence[Tokens], report: Report = lambda count: None
+) -> dict[str, float]:
+    """Return how well a model predicts the windows of a text, by name.
+
+    `bytes` are those of the text itself in UTF-8, `loss` is in nats per token. `bits_per_byte` does
+    not depend on the tokenizer. `report` is told how many windows were scored.
+    """
+    nats = -sum(found for found, _ in scorer.score(windows, report))
+    tokens, size = (sum(getattr(each, name) for each in windows) for name in ("count", "size"))
+    return {
+        "tokens": tokens,
+        "bytes": size,
+        "loss": nats / tokens,
+        "perplexity": math.exp(min(nats / tokens, 700.0)),
+        "bits_per_byte": nats / math.log(2) / size if size else math.nan,
+    }
+
+
+def in_words(name: str, values: Mapping[str, float]) -> str:
+    """Return measurements in a line, each with its standard error if it has one."""
+    parts = []
+    for measure, value in values.items():
+        metric, comma, filtered = measure.partition(",")
+        error = values.get(f"{metric}_stderr{comma}{filtered}")
+        if not metric.endswith("_stderr"):
+            digits = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+            parts.append(f"{measure} {digits}" + ("" if error is None else f" ± {error:.4f}"))
+    return f"{name} {', '.join(parts)}"

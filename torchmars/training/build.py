@@ -18,7 +18,6 @@ from torchmars.core.device import MAKERS, add_up_in_float32
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
-from torchmars.evaluation.results import Evaluation
 from torchmars.evaluation.scoring import Scorer
 from torchmars.exchange.hub import find_folder, is_of_hub
 from torchmars.models import build_run_model
@@ -90,8 +89,8 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
         whole = model.whole, checkpointer.whole_optimizer
         can = native_bfloat16, compiles
         layout.say(*introduction(config, layout, *can, *whole, data, resumed))
-        scorer = Scorer(model, layout, tokenizer, config.evaluation.batch_size)
-        questions = layout.on_first(lambda: evaluation_tasks(config))
+        tasks = layout.on_all(lambda: evaluation_tasks(config))
+        scorer = Scorer(model, tokenizer, config.evaluation.batch_size)
         metrics, before = open_reports(config, layout, checkpointer, resumed.state)
         reporter = RunReporter(config, model, optimizer, data, loader, metrics, events, before)
         batch_size = loader.microbatch_size
@@ -107,7 +106,7 @@ def build_trainer(config: ResolvedConfig, layout: Layout) -> Trainer:
             resumed,
             reporter,
             validation,
-            Evaluation(scorer, questions),
+            None if tasks is None else partial(tasks.ask, scorer),
         )
         failed.pop_all()
     return trainer

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchmars.checkpoint.folder import check_place, checkpoints
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
 from torchmars.core.console import say
-from torchmars.core.errors import UserError, file_errors
+from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import check_writable, write_durably
 from torchmars.core.words import counted
 from torchmars.data.manifest import DataManifest, has_manifest, read_manifest
@@ -16,13 +17,14 @@ from torchmars.data.mixture import Mixture, MixturePart
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.shards import Level
 from torchmars.data.tokenizer import FileTokenizer, load_tokenizer
-from torchmars.evaluation.rows import read_tasks
-from torchmars.evaluation.tasks import Question
 from torchmars.models import build_run_model
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.float8 import check_package
 from torchmars.records.trackers import check_trackers
 from torchmars.training.optimizer import build_optimizer
+
+if TYPE_CHECKING:
+    from torchmars.evaluation.tasks import Tasks
 
 
 def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) -> None:
@@ -39,7 +41,7 @@ def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) 
         check_layout(config, config.parallelism.degrees(number), model)
     check_trackers(config.metrics)
     check_package(config.training.float8)
-    evaluation_tasks(config)
+    evaluation_tasks(config)  # a mistake ends the start, not the run at its first evaluation
     check_place(config.checkpoints, config.run.path)
     # The ranks share the reading of every byte.
     level: Level = "off" if config.data.verify == "off" else "size"
@@ -61,16 +63,18 @@ def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) 
             )
 
 
-def evaluation_tasks(config: ResolvedConfig) -> dict[str, list[Question]]:
-    """Return the questions that the model is asked while it trains, by task.
+def evaluation_tasks(config: ResolvedConfig) -> "Tasks | None":
+    """Return the tasks that the model is asked while it trains, if there are any.
 
     Raises `UserError` for a task that cannot be read.
     """
     section = config.evaluation
-    if not section.interval:
-        return {}
+    if not (section.interval and section.tasks):
+        return None
+    with needs_package("lm_eval", "evaluation.tasks", "eval"):
+        from torchmars.evaluation.tasks import Tasks
     try:
-        return read_tasks(section.tasks, section.shots, section.limit, config.run.seed)
+        return Tasks(section.tasks, section.shots, section.limit)
     except UserError as error:
         raise UserError(f"evaluation.tasks: {error}") from None
 

@@ -1,6 +1,7 @@
 """The training loop, in time order."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import astuple
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torchmars.core.device import is_gpu
 from torchmars.core.errors import UserError
 from torchmars.core.files import is_gone
 from torchmars.data.loader import Loader
-from torchmars.evaluation.results import Evaluation
+from torchmars.evaluation.scoring import Report, in_words
 from torchmars.optim import MARS
 from torchmars.parallel.layout import FlagExchange
 from torchmars.parallel.parallel_model import ParallelModel
@@ -46,13 +47,13 @@ class Trainer:
         resumed: Resumed,
         reporter: RunReporter,
         validation: Validation,
-        evaluation: Evaluation,
+        ask_tasks: Callable[[Report], dict[str, dict[str, float]]] | None,
     ) -> None:
         self.config, self.layout, self.loader = config, model.layout, loader
         self.model, self.optimizer, self.average = model, optimizer, average
         self.schedule = Schedule(config, optimizer)
         self.checkpointer, self.resumed, self.state = checkpointer, resumed, resumed.state
-        self.validation, self.evaluation = validation, evaluation
+        self.validation, self.ask_tasks = validation, ask_tasks
         self.reporter, self.metrics = reporter, reporter.metrics
         self.enter_phase = self.metrics.throughput.phases.enter
         self.profiler = Profiler(config.profiler, config.run.path / "profile", self.layout)
@@ -116,8 +117,8 @@ class Trainer:
                 if ending is None or ending is JOIN:  # else a machine has to end
                     if self.due(config.validation.interval):
                         self.validate()
-                    if self.due(config.evaluation.interval):
-                        self.evaluate()
+                    if self.ask_tasks is not None and self.due(config.evaluation.interval):
+                        self.evaluate(self.ask_tasks)
                 saved = (ending is not None and ending.save) or self.due(
                     config.checkpoint.interval, config.checkpoint.at_end
                 )
@@ -235,13 +236,13 @@ class Trainer:
         self.state.validation_loss = loss
         self.metrics.validation(self.state.step, loss, bits, of_parts)
 
-    def evaluate(self) -> None:
+    def evaluate(self, ask: Callable[[Report], dict[str, dict[str, float]]]) -> None:
         """Ask the model the tasks, and report how it answered."""
         step = self.state.step
         work = f"the evaluation after step {step}"
         self.watchdog.beat(work)
-        for result in self.evaluation.results(lambda _: self.watchdog.beat(work)):
-            self.metrics.evaluation(step, result.task, result.measures(), result.describe())
+        for task, values in ask(lambda _: self.watchdog.beat(work)).items():
+            self.metrics.evaluation(step, task, values, in_words(task, values))
 
     def save(self) -> None:
         """Save the step just made, or begin to."""

@@ -8,7 +8,7 @@ from torchmars.core.device import is_gpu
 from torchmars.data.loader import validation_batches
 from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import Tokenizer
-from torchmars.evaluation.sampling import Draw, predict_anew, stream_text
+from torchmars.evaluation.sampling import Draw, continuations, predict_anew
 from torchmars.parallel.parallel_model import ParallelModel
 
 SAMPLE_TEMPERATURE = 0.8
@@ -69,11 +69,11 @@ class Validation:
         self.model.train(False)
         # Every length of context would be compiled again.
         with torch.compiler.set_stance("force_eager"):
-            pieces = stream_text(
+            [text] = continuations(
                 predict_anew(self.model.next_logits, self.model.whole.seq_len),
                 self.tokenizer,
-                self.config.sample_prompt,
+                [self.config.sample_prompt],
                 self.config.sample_tokens,
                 Draw(temperature=SAMPLE_TEMPERATURE),
             )
-            return "".join(pieces)
+        return self.config.sample_prompt + text
