@@ -175,15 +175,13 @@ class HarnessModel(TemplateLM):
         return self.scorer.score(self.model.layout.broadcast(texts, 0), self.report)
 
     def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
-        """Return the log-likelihoods of whole texts.
-
-        Tokens that the tokenizer puts before a text count as part of it.
-        """
+        """Return the log-likelihoods of whole texts, and of what the tokenizer puts before them."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        opening, seq_len = [self.eot_token_id], self.scorer.seq_len
         texts = self.model.layout.broadcast(texts, 0)
-        windows = [windows_after(opening, text, seq_len) for text in texts]
-        scores = iter(self.scorer.score([each for text in windows for each in text], self.report))
+        windows = [windows_after([self.eot_token_id], text, self.scorer.seq_len) for text in texts]
+        every = [each for text in windows for each in text]
+        scores = iter(self.scorer.score(every, lambda _: self.report(0)))
+        self.report(len(texts))
         return [sum(next(scores)[0] for _ in text) for text in windows]
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
