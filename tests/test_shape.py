@@ -13,7 +13,7 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 50, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 38_140
+IN_ALL = 38_138
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_450,
@@ -23,7 +23,7 @@ OF_ROOMS = {
     "config": 3_150,
     "core": 2_062,
     "data": 3_605,
-    "evaluation": 550,
+    "evaluation": 548,
     "exchange": 2_732,
     "models": 1_910,
     "optim": 5_200,

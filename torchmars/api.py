@@ -24,7 +24,7 @@ from torchmars.config.load import config_of, config_text, sources_of
 from torchmars.core.arguments import as_path, as_text, texts_of
 from torchmars.core.bounds import Range
 from torchmars.core.device import gpu_type
-from torchmars.core.errors import EXIT_STOPPED, UserError, needs_package, no_exit
+from torchmars.core.errors import EXIT_STOPPED, UserError, no_exit
 from torchmars.core.places import place
 from torchmars.core.typed import make
 from torchmars.data.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ from torchmars.planning import plan as plans
 from torchmars.planning.report import plan_in_words
 from torchmars.records.run import Run, read_run
 from torchmars.training.build import apply_determinism, build_trainer
-from torchmars.training.preparation import prepare_run
+from torchmars.training.preparation import prepare_run, read_tasks
 
 Config = str | Path | Sequence[str | Path] | ResolvedConfig
 Ranks = Annotated[int, Range(1, 1_000)]
@@ -261,12 +261,9 @@ class LanguageModel:
         make(Count | None, shots, name="shots")  # type: ignore[arg-type]
         make(Positive | None, limit, name="limit")  # type: ignore[arg-type]
         make(Positive, batch_size, name="batch_size")
-        if names:
-            with needs_package("lm_eval", "a task", "eval"):
-                from torchmars.evaluation.tasks import Tasks
         with no_exit(), own_group():
             layout = connection.start(ParallelismConfig())
-            asked = Tasks(names, shots, limit) if names else None
+            asked = read_tasks(names, shots, limit)
             scorer = Scorer(*load_sharded_model(self.folder, layout, "float32"), batch_size)
             found = {} if asked is None else asked.ask(scorer)
             if text is not None:

@@ -19,7 +19,7 @@ from torchmars.cluster import connection
 from torchmars.commands import export
 from torchmars.config import ParallelismConfig
 from torchmars.core.errors import UserError
-from torchmars.evaluation.scoring import Scorer, in_words
+from torchmars.evaluation.scoring import Scorer, measures_in_words
 from torchmars.evaluation.tasks import HarnessModel, Tasks
 from torchmars.exchange import saved_model
 from torchmars.exchange.tokenizer_files import byte_pair_tokenizer
@@ -229,7 +229,7 @@ def test_a_line_has_each_measurement_with_its_error():
     values = {"sample_len": 1200, "acc": 0.25, "acc_stderr": 0.125}
     values |= {"exact_match,strict": 0.5, "exact_match_stderr,strict": 0.0625}
     line = "x sample_len 1,200, acc 0.2500 ± 0.1250, exact_match,strict 0.5000 ± 0.0625"
-    assert in_words("x", values) == line
+    assert measures_in_words("x", values) == line
 
 
 def broken(folder, **settings):
@@ -286,5 +286,7 @@ def test_lm_eval_is_imported_where_a_task_is_named_and_may_be_absent(tmp_path, m
     assert evaluation_tasks(tiny_config(tmp_path, evaluation=never)) is None
     assert "torchmars.evaluation.tasks" not in imports
     config = tiny_config(tmp_path, evaluation={"tasks": ["x"]})
-    with pytest.raises(UserError, match=r"evaluation.tasks needs the package lm_eval.*\[eval\]"):
+    with pytest.raises(
+        UserError, match=r"evaluation.tasks: a task needs the package lm_eval.*\[eval\]"
+    ):
         evaluation_tasks(config)

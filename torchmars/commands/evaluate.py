@@ -16,7 +16,6 @@ from torchmars.core.errors import (
     UserError,
     end_at_once,
     exit_on_user_error,
-    needs_package,
     report_failure,
 )
 from torchmars.core.help import Positional
@@ -24,7 +23,6 @@ from torchmars.core.options import check_results_file, parse, words, write_resul
 from torchmars.data.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
-    from torchmars.evaluation.tasks import Tasks
     from torchmars.parallel.layout import Layout
 
 
@@ -90,8 +88,9 @@ def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     """Measure, print and write the results. Called by every rank."""
     from torchmars.evaluation import scoring
     from torchmars.exchange.saved_model import load_sharded_model
+    from torchmars.training.preparation import read_tasks
 
-    tasks = layout.on_all(lambda: read_tasks(options, names))
+    tasks = layout.on_all(lambda: read_tasks(names, options.shots, options.limit))
     model = load_sharded_model(options.model, layout, options.dtype, options.step)
     scorer = scoring.Scorer(*model, options.batch_size)
     found: dict[str, dict[str, dict[str, float]]] = {"tasks": {}, "texts": {}}
@@ -104,20 +103,11 @@ def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
         with ProgressBar(text, len(windows), 0, "window", layout.first) as bar:
             found["texts"][text] = scoring.measure_text(scorer, windows, bar.add)
     for each in found.values():
-        layout.say(*(scoring.in_words(*measured) for measured in each.items()))
+        layout.say(*(scoring.measures_in_words(*measured) for measured in each.items()))
     if (file := options.json) is not None:
         asked = {name: getattr(options, name) for name in ("shots", "limit", "dtype")}
         written = {"model": str(options.model), **asked, **{k: finite(v) for k, v in found.items()}}
         layout.on_first(lambda: write_results(file, written))
-
-
-def read_tasks(options: Evaluate, names: list[str]) -> "Tasks | None":
-    """Return the tasks of these names, if there are any. Raises `UserError`."""
-    if not names:
-        return None
-    with needs_package("lm_eval", "--tasks", "eval"):
-        from torchmars.evaluation.tasks import Tasks
-    return Tasks(names, options.shots, options.limit)
 
 
 def finite(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:

@@ -158,7 +158,7 @@ def measure_text(
     }
 
 
-def in_words(name: str, values: Mapping[str, float]) -> str:
+def measures_in_words(name: str, values: Mapping[str, float]) -> str:
     """Return measurements in a line, each with its standard error if it has one."""
     parts = []
     for measure, value in values.items():

@@ -69,14 +69,23 @@ def evaluation_tasks(config: ResolvedConfig) -> "Tasks | None":
     Raises `UserError` for a task that cannot be read.
     """
     section = config.evaluation
-    if not (section.interval and section.tasks):
-        return None
-    with needs_package("lm_eval", "evaluation.tasks", "eval"):
-        from torchmars.evaluation.tasks import Tasks
     try:
-        return Tasks(section.tasks, section.shots, section.limit)
+        names = section.tasks if section.interval else []
+        return read_tasks(names, section.shots, section.limit)
     except UserError as error:
         raise UserError(f"evaluation.tasks: {error}") from None
+
+
+def read_tasks(names: Sequence[str], shots: int | None, limit: int | None) -> "Tasks | None":
+    """Return the tasks of some names. Only where there are any, lm_eval is imported.
+
+    Raises `UserError`.
+    """
+    if not names:
+        return None
+    with needs_package("lm_eval", "a task", "eval"):
+        from torchmars.evaluation.tasks import Tasks
+    return Tasks(names, shots, limit)
 
 
 def prepare_data(config: ResolvedConfig, level: Level | None = None) -> Mixture:

@@ -14,7 +14,7 @@ from torchmars.core.device import is_gpu
 from torchmars.core.errors import UserError
 from torchmars.core.files import is_gone
 from torchmars.data.loader import Loader
-from torchmars.evaluation.scoring import Report, in_words
+from torchmars.evaluation.scoring import Report, measures_in_words
 from torchmars.optim import MARS
 from torchmars.parallel.layout import FlagExchange
 from torchmars.parallel.parallel_model import ParallelModel
@@ -242,7 +242,7 @@ class Trainer:
         work = f"the evaluation after step {step}"
         self.watchdog.beat(work)
         for task, values in ask(lambda _: self.watchdog.beat(work)).items():
-            self.metrics.evaluation(step, task, values, in_words(task, values))
+            self.metrics.evaluation(step, task, values, measures_in_words(task, values))
 
     def save(self) -> None:
         """Save the step just made, or begin to."""
