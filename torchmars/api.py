@@ -101,7 +101,7 @@ class Planned:
 def make_plan(
     config: Config, world_size: int, gpus_per_node: int = 8, **sections: dict[str, Any]
 ) -> Planned:
-    """Simulate one step of a config's run on many ranks, without them and without memory.
+    """Plan a config's run on many ranks: its memory, traffic and time, by formula.
 
     Args:
         config: as in `run_training`.
@@ -117,9 +117,9 @@ def make_plan(
     """
     make(Planning, world_size, name="world_size")
     make(PerNode, gpus_per_node, name="gpus_per_node")
-    with no_exit(), own_group():
+    with no_exit():
         resolved = read_config(config, sections)
-        plan = plans.plan_rank(resolved, world_size, gpus_per_node)
+        plan = plans.plan_run(resolved, world_size, gpus_per_node)
         text = "\n".join(plan_in_words(plan))
         peak, seconds = plan.largest.peak, plan.seconds
         return Planned(peak, plan.checkpoint, plan.microbatches, seconds, text)

@@ -16,7 +16,7 @@ from torchmars.cluster.sizes import MinMax, read_bounds, sizes_of
 from torchmars.commands import train
 from torchmars.config import ParallelismConfig, TrainingConfig
 from torchmars.core.errors import UserError
-from torchmars.planning import thumb
+from torchmars.planning import plan
 from torchmars.records.gpus import GIB
 
 
@@ -193,6 +193,12 @@ def test_a_start_without_a_usable_size(place, monkeypatch, capsys):
     assert err.count("\n") == 1
 
 
+def kept_memory(config):
+    """Bytes of weights, gradients and state of a rank of 8."""
+    [rank] = plan.plan_run(config, 8, 8).ranks
+    return rank.weights + rank.gradients + rank.optimizer_state
+
+
 @pytest.mark.parametrize(
     "share,remedy",
     [
@@ -203,8 +209,7 @@ def test_a_start_without_a_usable_size(place, monkeypatch, capsys):
 def test_a_start_on_gpus_too_small_for_the_fewest(place, monkeypatch, capsys, share, remedy):
     """And none that asks for a GPU's memory where the number of machines is fixed."""
     config = tiny_config(place, training={"global_batch_size": 32})
-    kept = thumb.rule_of_thumb(config, 8, 8).kept_memory(config)
-    monkeypatch.setattr(thumb, "gpu_memory", lambda: int(share * kept))
+    monkeypatch.setattr(plan, "gpu_memory", lambda: int(share * kept_memory(config)))
     assert start(monkeypatch, NNODES="1:2") == 2
     out, err = capsys.readouterr()
     assert out.startswith("elastic   1 or 2 machines: 8 or 16 ranks")
@@ -216,12 +221,11 @@ def test_what_ranks_keep_is_counted(place, monkeypatch):
     """And a GPU that has room for it is large enough; machines without GPUs are not checked."""
     config = tiny_config(place, training={"global_batch_size": 32})
     sizes = sizes_of(config, MinMax(1, 2), 8)
-    rule = thumb.rule_of_thumb(config, 8, 8)
-    for memory in (None, GIB, int(rule.kept_memory(config)) + 1):
-        monkeypatch.setattr(thumb, "gpu_memory", lambda memory=memory: memory)
-        thumb.check_gpu_memory(config, sizes)
-    parameters = rule.model.parameter_count
-    assert 16 * parameters / 8 <= rule.kept_memory(config) <= 24 * parameters / 8
+    for memory in (None, GIB, kept_memory(config)):
+        monkeypatch.setattr(plan, "gpu_memory", lambda memory=memory: memory)
+        plan.check_gpu_memory(config, sizes)
+    parameters = plan.plan_run(config, 8, 8).whole.parameter_count
+    assert 16 * parameters / 8 <= kept_memory(config) <= 24 * parameters / 8
 
 
 def test_the_command_refuses_in_one_line(place):

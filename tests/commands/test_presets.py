@@ -7,7 +7,7 @@ import pytest
 
 from torchmars.commands.presets import main
 from torchmars.config.presets import read_presets
-from torchmars.planning.assumptions import FLOPS
+from torchmars.planning.plan import FLOPS
 from torchmars.planning.preset_pages import HEADINGS, preset_page, preset_table, read_preset
 
 PRESETS = read_presets()

@@ -21,8 +21,9 @@ from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.matrices.orthogonal import ORTHOGONALIZERS
+from torchmars.parallel.cuts import chunk_tokens
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.loss import chunk_tokens, mean_loss
+from torchmars.parallel.loss import mean_loss
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.records.speed import Throughput, peak_flops
 

@@ -32,15 +32,16 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests.gpu.models import Loop, ours, plain
+from tests.support.layouts import simulated_layout
 from tests.support.shards import write_shards
-from torchmars.config import DataConfig, ModelConfig, ParallelismConfig
+from torchmars.config import DataConfig, ModelConfig
 from torchmars.data.loader import Loader, close_all
 from torchmars.data.mixture import MixedWindows
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import Windows
 from torchmars.optim import mars
 from torchmars.optim.matrices import agreement, exchange, owners
-from torchmars.parallel import fsdp, graphs
+from torchmars.parallel import cuts, fsdp, graphs
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 
@@ -77,7 +78,7 @@ def forced() -> list[Forced]:
         Forced(mars, "has_launches", lambda device: True),
         Forced(graphs, "MOST_BLOCKS", {"cpu": graphs.MOST_BLOCKS["cuda"]}),
         # As many units, buckets and batches as GPT-2 small has.
-        Forced(fsdp, "ONE_UNIT_BYTES", -1),
+        Forced(cuts, "ONE_UNIT_BYTES", -1),
         Forced(fsdp, "UNIT_BYTES", {"cpu": int(fsdp.UNIT_BYTES["cuda"] * NARROWER)}),
         Forced(owners, "BUCKET_ELEMENTS", int(owners.BUCKET_ELEMENTS * NARROWER)),
         Forced(exchange, "BATCH_OF_CPU_THREAD", int(exchange.BATCH_ELEMENTS * NARROWER)),
@@ -160,7 +161,7 @@ def measure(ranks: int, names: list[str]) -> None:
     driver = fake_driver.pretend()
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # of one process for all loops
-    layout = Layout.simulate(ParallelismConfig(), ranks, 0, torch.device("cpu"))
+    layout = simulated_layout(ranks)
     loops = {
         name: plain(GPT2, 64, 1, 16, "bfloat16")
         if name == "plain"

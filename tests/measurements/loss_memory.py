@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchmars.core.tables import table
-from torchmars.parallel.loss import chunk_tokens, mean_loss
+from torchmars.parallel.cuts import chunk_tokens
+from torchmars.parallel.loss import mean_loss
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

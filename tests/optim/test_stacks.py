@@ -12,10 +12,10 @@ from tests.optim.reference import gradients, mars
 from tests.support.full import full_but
 from tests.support.ranks import run_ranks
 from tests.support.steps import MARS_RULES, laid_out, relative, whole
+from tests.support.traffic import TrafficCounter
 from torchmars.optim import MARS
 from torchmars.optim.reference import REFERENCES
 from torchmars.optim.rules import RULES
-from torchmars.planning.traffic import TrafficCounter
 
 EXPERTS, STEPS = 8, 5
 # A clip that is never active: the norm, which is added up in parts, changes nothing then. The last

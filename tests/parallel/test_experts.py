@@ -13,13 +13,14 @@ from tests.support import gradients
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS_WITH_EXPERTS
 from tests.support.ranks import run_ranks
+from tests.support.traffic import TrafficCounter
 from torchmars.config import ActivationCheckpointConfig, Degrees, ParallelismConfig, TrainingConfig
 from torchmars.core.errors import UserError
 from torchmars.parallel import fsdp
 from torchmars.parallel.checks import check_experts
+from torchmars.parallel.cuts import ONE_UNIT_BYTES
 from torchmars.parallel.experts import Dispatch
-from torchmars.parallel.fsdp import ONE_UNIT_BYTES, stack_placement
-from torchmars.planning.traffic import TrafficCounter
+from torchmars.parallel.fsdp import stack_placement
 
 # A layout, further settings of it, activation checkpointing, and whether blocks are compiled.
 QUICK = [("EP 2", {}, "full", False)]

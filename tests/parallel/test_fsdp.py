@@ -12,9 +12,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # private, 
 from tests.support.full import FULL, full_but
 from tests.support.gradients import check_gradients, compare, gradients_on, plain_gradients
 from tests.support.ranks import run_ranks
+from tests.support.traffic import TrafficCounter
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.parallel import fsdp
-from torchmars.planning.traffic import TrafficCounter
 
 SLOW = pytest.mark.slow
 KEEP_ALL = ActivationCheckpointConfig()

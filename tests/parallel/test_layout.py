@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
-from torchmars.config import Degrees, ParallelismConfig
+from torchmars.config import Degrees
 from torchmars.core.errors import UserError
 from torchmars.parallel.groups import AXES, JOINT_AXES, make_groups, make_meshes, rows_along
 from torchmars.parallel.layout import Layout
@@ -90,19 +90,6 @@ def test_fsdp_shards_over_context_too():
         assert groups["cp"] == groups["sample"] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert groups["data"] == [rank % 2, rank % 2 + 2]
         assert groups["loss"] == [0, 1, 2, 3] and mean == 1.5
-
-
-def simulated(world_size):
-    dist.destroy_process_group()  # that of the one rank which runs this
-    layout = Layout.simulate(ParallelismConfig(dp_replicate=4), world_size, 5, torch.device("cpu"))
-    return {name: (group.rank, group.size) for name, group in layout.groups.items()}
-
-
-def test_a_rank_that_does_not_exist_has_a_layout():
-    [groups] = run_ranks(simulated, 1, 32)
-    assert groups["world"] == groups["data"] == (5, 32)
-    assert groups["dp_shard"] == (5, 8) and groups["dp_replicate"] == (0, 4)
-    assert groups["tp"] == (0, 1)
 
 
 def outcome(work, *args):

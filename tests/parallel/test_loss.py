@@ -1,7 +1,6 @@
 """The loss in chunks against `torch.nn.functional.cross_entropy` of whole logits."""
 
 import dataclasses
-from collections import Counter
 from itertools import product
 
 import pytest
@@ -13,12 +12,12 @@ from torch._subclasses import FakeTensorMode
 from tests.support import gradients
 from tests.support.full import FULL
 from tests.support.layouts import LAYOUTS
+from tests.support.memory import MemoryCounter
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
 from torchmars.models.initialize import init_weights
 from torchmars.parallel import loss as losses
 from torchmars.parallel.loss import mean_loss, token_losses, token_scores
-from torchmars.planning.memory import MemoryCounter
 
 TOKENS, WIDTH, ROWS = 23, 16, 50
 Z_LOSS = 0.3  # large, so that its gradient tells
@@ -139,7 +138,7 @@ def peak(tokens, chunk, compile=False, rows=4000, width=8):
         memory.know([hidden, weight, targets])
         with memory:
             mean_loss(hidden, weight, targets, chunk, compile=compile).backward()
-    return max(map(Counter.total, memory.moments.values())) - 2 * hidden.nbytes
+    return memory.peak - 2 * hidden.nbytes
 
 
 def test_memory_does_not_grow_with_the_tokens():

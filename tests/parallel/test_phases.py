@@ -9,7 +9,7 @@ from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models.documents import document_starts
 from torchmars.models.gpt2 import GPT2
-from torchmars.parallel import fsdp
+from torchmars.parallel import cuts
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 
@@ -19,7 +19,7 @@ LAYOUTS["pipeline"] = ParallelismConfig(pp=2)
 
 def phases_on(parallelism):
     """The phases of a backward pass of two microbatches, with the gradients that then are."""
-    fsdp.ONE_UNIT_BYTES = 0
+    cuts.ONE_UNIT_BYTES = 0
     prefetched = False
 
     def find_starts(tokens):

@@ -11,11 +11,11 @@ from tests.support.full import FULL, full_but
 from tests.support.gradients import model_on, training_on
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, write_text
+from tests.support.traffic import TrafficCounter
 from torchmars.cluster import connection
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
 from torchmars.config.load import config_from_tables
-from torchmars.planning.plan import plan_rank
-from torchmars.planning.traffic import TrafficCounter
+from torchmars.planning.plan import plan_run
 from torchmars.training.build import build_trainer
 
 PHASE = "forward and backward"
@@ -31,16 +31,15 @@ def all_to_alls(traffic):
 
 def counted_and_planned(tables):
     """The all-to-alls of this rank in a step of a run, and in its plan."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    config = config_from_tables(tables, "in a test")
+    config, size = config_from_tables(tables, "in a test"), dist.get_world_size()
     trainer = build_trainer(config, connection.start(config.parallelism))
     route_evenly(trainer.model)
     with TrafficCounter() as traffic:
         traffic.begin(PHASE, weight=1)
         trainer.model.backward(trainer.loader.step())
-    dist.destroy_process_group()
-    plan = plan_rank(config, size, 0, rank)
-    return all_to_alls(traffic), all_to_alls(plan.simulation.traffic)
+    sent = plan_run(config, size, 0).passes[0]
+    [experts] = [each for each in sent if each.operation == "all-to-all"]
+    return all_to_alls(traffic), (experts.times, experts.size)
 
 
 def waited_for(*cases):

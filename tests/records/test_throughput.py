@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchmars.planning.assumptions import MEMORY
+from torchmars.planning.plan import MEMORY
 from torchmars.records.gpus import GIB
 from torchmars.records.speed import peak_flops, peak_memory
 

@@ -23,7 +23,7 @@ from torchmars.models.documents import document_starts
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.initialize import init_weights
 from torchmars.models.llama import Llama
-from torchmars.parallel import fsdp
+from torchmars.parallel import cuts
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 
@@ -106,7 +106,7 @@ def gradients_on(
 
 def model_on(name, parallelism, training, activations, apart=False, one_unit_bytes=0):
     """The layout, the model with its initial weights, and this rank's microbatches of WINDOWS."""
-    fsdp.ONE_UNIT_BYTES = one_unit_bytes
+    cuts.ONE_UNIT_BYTES = one_unit_bytes
     world = torch.distributed.get_world_size()
     layout = Layout.create(torch.device("cpu"), parallelism.degrees(world))
     with torch.device("meta"):

@@ -1,5 +1,12 @@
 """Layouts that tests run on: ranks, and the settings of [parallelism], by a short name."""
 
+import torch
+import torch.distributed as dist
+
+from torchmars.config import ParallelismConfig
+from torchmars.parallel.groups import make_groups, make_meshes
+from torchmars.parallel.layout import Layout
+
 SCHEDULES = {
     "": {},
     " GPipe": {"pp_schedule": "GPipe"},
@@ -48,3 +55,12 @@ def by_ranks(names: list[str]) -> dict[int, list[str]]:
     return {
         size: [name for name in names if ranks[name] == size] for size in sorted({*ranks.values()})
     }
+
+
+def simulated_layout(ranks):
+    """The layout of the first of `ranks` ranks that do not exist: their collectives do nothing."""
+    degrees = ParallelismConfig().degrees(ranks)
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+    mesh, weights, experts = make_meshes("cpu", degrees)
+    groups = make_groups(mesh, experts)
+    return Layout(torch.device("cpu"), weights, experts, groups, dist.group.WORLD)

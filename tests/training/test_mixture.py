@@ -21,7 +21,7 @@ from torchmars.checkpoint.manifest import read
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.data.shares import Shares
-from torchmars.planning.plan import plan_rank
+from torchmars.planning.plan import plan_run
 from torchmars.planning.report import plan_in_words
 from torchmars.training.preparation import prepare_run
 
@@ -136,7 +136,7 @@ def test_other_parts_are_another_run(folder, order):
 def planned(tables):
     """The report of a plan, whose process group is the only one of its process."""
     dist.destroy_process_group()  # that of the one rank which runs this
-    return "\n".join(plan_in_words(plan_rank(config_from_tables(tables, "in a test"), 1, 0)))
+    return "\n".join(plan_in_words(plan_run(config_from_tables(tables, "in a test"), 1, 0)))
 
 
 def test_a_plan_has_the_epochs_of_each_part(folder):

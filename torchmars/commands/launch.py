@@ -42,7 +42,7 @@ from torchmars.core.bounds import Range
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import EXIT_CODE_FILE, Ended, UserError, exit_on_user_error
 from torchmars.core.typed import make
-from torchmars.planning.thumb import check_gpu_memory
+from torchmars.planning.plan import check_gpu_memory
 from torchmars.records.events import EventLog
 from torchmars.records.lines import METRICS_FILE, last_step
 from torchmars.training.preparation import prepare_run

@@ -17,9 +17,8 @@ from torchmars.records.gpus import GIB
 class PlanOptions:
     """Print what a run will take of each rank, before it has a cluster.
 
-    Makes one step of the run's own model, sharding and optimizer on one CPU, without ranks and
-    without memory. Prints the memory and traffic of each rank, how evenly matrices are distributed,
-    and warnings of likely mistakes.
+    Computes it from shapes, in seconds. Prints the memory and traffic of each rank, how evenly
+    matrices are distributed, and warnings of likely mistakes.
     """
 
     world_size: str
@@ -29,8 +28,8 @@ class PlanOptions:
     """GPUs of each machine. 0: machines without GPUs; those of an elastic run have one rank
     each."""
     find: bool = False
-    """Plan up to 8 layouts that a rule of thumb proposes, and print a row of each with its options
-    to paste. Takes about as long as 8 plans: minutes for large models."""
+    """Plan every layout that divides, and print the fastest that fit, with their options to
+    paste."""
     memory: Annotated[int, Range(1, 100_000)] = 80
     """With --find: memory of each GPU in GiB."""
 
@@ -51,10 +50,9 @@ def main() -> None:
             shared = replace(config.training, microbatch_size=sizes.microbatch_size)
             config = replace(config, training=shared)
         if options.find:
-            for line in find.find_layouts(config, ranks, per_node, options.memory * GIB):
-                say(line)
+            say(*find.find_layouts(config, ranks, per_node, options.memory * GIB))
         else:
-            say(*report.plan_in_words(plan.plan_rank(config, ranks, per_node), sizes))
+            say(*report.plan_in_words(plan.plan_run(config, ranks, per_node), sizes))
 
 
 def usable_sizes(config: ResolvedConfig, asked: MinMax, per_node: int) -> UsableSizes:

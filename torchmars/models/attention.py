@@ -140,8 +140,6 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.scale = scale
         self.reach: Reach = here
-        self.masks = True
-        """Whether masks are made. Planning goes without where a GPU's kernel does."""
 
     def forward(
         self,
@@ -182,9 +180,9 @@ class CausalAttention(nn.Module):
             mixed = mix_documents(q, k, v, of_queries, of_keys, scale, sight.window)
         else:
             given = sight.mask_of(queries, keys)
-            if self.masks and sight.window is not None and sight.window < keys:
+            if sight.window is not None and sight.window < keys:
                 given = sight.mask_of_window(queries, keys, q.device)
-            elif self.masks and given is None and 1 < queries < keys:
+            elif given is None and 1 < queries < keys:
                 given = lower_right(queries, keys)
             mixed = mix_by_torch(q, k, v, given, dropout, scale)
         return mixed if mixed.shape[3] == width else mixed[..., :width]

@@ -1,7 +1,7 @@
 """Products of runs of rows with one matrix each, as an operation of its own.
 
 torch's `grouped_mm` (2.11 to 2.15) cannot be traced in float32, and it has no count of FLOPs. This
-operation can be traced in every dtype, so blocks compile and `plan` simulates them.
+operation can be traced in every dtype, so blocks compile.
 """
 
 from typing import Any

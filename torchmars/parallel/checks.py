@@ -43,14 +43,14 @@ def check_experts(degrees: Degrees, model: Model) -> None:
         f"parallelism.ep = {degrees.ep} does not divide the {model.experts} experts of each block: "
         f"choose {divisor_of(model.experts)}",
     )
-    for name, parameter in model.named_parameters():
-        fits = parameter.ndim < 3 or all(size % GROUPED_SIZES == 0 for size in parameter.shape[1:])
-        require(
-            fits,
-            f"{name} has matrices of {' x '.join(map(str, parameter.shape[1:]))}: grouped products "
-            f"take sizes that are multiples of {GROUPED_SIZES}, so change model.n_expert_inner or "
-            "model.n_embd",
-        )
+    for name, mixture in model.routed().items():
+        for parameter in mixture.experts.parameters():
+            require(
+                all(size % GROUPED_SIZES == 0 for size in parameter.shape[1:]),
+                f"block {name} has matrices of {' x '.join(map(str, parameter.shape[1:]))}: "
+                f"grouped products take sizes that are multiples of {GROUPED_SIZES}, so change "
+                "model.n_expert_inner or model.n_embd",
+            )
 
 
 def check_sequences(config: Config, degrees: Degrees, model: Model) -> None:
@@ -107,7 +107,8 @@ def check_memory(config: Config, degrees: Degrees) -> None:
 
 def check_qk_clip(config: Config, model: Model) -> None:
     """Raise `UserError` for QK-clip where weights do not decide logits, or which do is unknown."""
-    limit, modules = config.training.qk_clip, [*model.blocks.modules()]
+    limit = config.training.qk_clip
+    modules = [*model.blocks.modules()] if limit else []
     bounds = [each for each in (getattr(each, "logit_bound", "") for each in modules) if each]
     require(
         not limit or not bounds,

@@ -4,7 +4,10 @@ What cuts them (tensor.py, context.py, pipeline.py) imports seconds of torch tha
 not need.
 """
 
+import functools
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -13,7 +16,54 @@ from torchmars.core.errors import UserError
 from torchmars.models import Model
 from torchmars.models.model import TensorParallelCut
 
+# On CPUs a collective keeps the rank waiting: models up to this size are gathered at once.
+ONE_UNIT_BYTES = 32 * 2**20
+# Neighbouring blocks are one unit while what is gathered of them is no larger, by the type of the
+# device. On GPUs a collective of less reaches no full speed, and the hooks of a unit take the host
+# 0.5 ms a step: GPT-2 small would have thirteen. Larger units hide less, and take memory. On CPUs
+# what is larger than one unit gains nothing from fewer.
+UNIT_BYTES = defaultdict(lambda: 64 * 2**20, cpu=0)
+# The logits of a chunk of the loss are at most so many, by the type of the device, but those of at
+# least FEWEST_TOKENS tokens. docs/parallelism.md has the measurements.
+MOST_LOGITS = defaultdict(lambda: 2**28, cpu=2**24)
+FEWEST_TOKENS = 256
 
+
+def chunk_tokens(device: str, rows: int) -> int:
+    """Return how many tokens a chunk of the loss has at most, where a rank has `rows` of the head.
+
+    The rule knows sizes and the type of the device only. So a run that resumes computes the same.
+    """
+    return max(MOST_LOGITS[device] // rows, FEWEST_TOKENS)
+
+
+def is_one_unit(size: int, device: str, parallelism: ParallelismConfig) -> bool:
+    """Return whether a part is gathered and reduced as a whole, once for each microbatch.
+
+    That is so on CPUs, where all its weights in the compute dtype have at most `ONE_UNIT_BYTES`,
+    without a pipeline, and unless `reshard_after_forward` says what blocks do.
+    """
+    decides = parallelism.reshard_after_forward == "auto" and parallelism.pp == 1
+    return decides and device == "cpu" and size <= ONE_UNIT_BYTES
+
+
+def together(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Return the places of neighbours that are gathered together, of at most `most` in sum.
+
+    What is larger is alone.
+    """
+    units: list[list[int]] = []
+    left = 0
+    for place, size in enumerate(sizes):
+        if size > left or not units:
+            units.append([])
+            left = most
+        units[-1].append(place)
+        left -= size
+    return units
+
+
+@functools.lru_cache(maxsize=1)  # of a search through thousands of layouts of one model
 def cut_sizes(model: Model) -> dict[str, int]:
     """Return the sizes that the ranks have to divide, by their names in words."""
     sizes = {}
@@ -58,6 +108,7 @@ def blocks_of_stages(model: Model, parallelism: ParallelismConfig) -> list[range
     return [range(first, last) for first, last in zip(starts, starts[1:])]
 
 
+@functools.lru_cache(maxsize=1)  # likewise
 def head_in_blocks(model: Model) -> float:
     """Return the FLOPs of the head of a whole model over the FLOPs of a block."""
     head = 6 * model.vocab_rows * model.width  # for each token

@@ -3,7 +3,6 @@
 A rank alone computes with copies of its weights in another dtype instead, without FSDP.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -26,16 +25,9 @@ from torchmars.config import ParallelismConfig
 from torchmars.core.device import is_gpu
 from torchmars.models import Model
 from torchmars.optim.tensors import local_part
+from torchmars.parallel.cuts import UNIT_BYTES, is_one_unit, together
 from torchmars.parallel.layout import Layout
 from torchmars.parallel.part import ModelPart
-
-# On CPUs a collective keeps the rank waiting: models up to this size are gathered at once.
-ONE_UNIT_BYTES = 32 * 2**20
-# Neighbouring blocks are one unit while what is gathered of them is no larger, by the type of the
-# device. On GPUs a collective of less reaches no full speed, and the hooks of a unit take the host
-# 0.5 ms a step: GPT-2 small would have thirteen. Larger units hide less, and take memory. On CPUs
-# what is larger than one unit gains nothing from fewer.
-UNIT_BYTES = defaultdict(lambda: 64 * 2**20, cpu=0)
 
 
 def is_alone(layout: Layout, parallelism: ParallelismConfig) -> bool:
@@ -121,8 +113,8 @@ def shard(
             CPUOffloadPolicy(pin_memory=on_gpu) if parallelism.cpu_offload else OffloadPolicy()
         ),
     )
-    # `layout` says what the ranks compute on: in a simulation the mesh is of CPUs.
-    one_unit = is_one_unit(part, layout.device, dtype, parallelism)
+    size = sum(parameter.numel() for parameter in part.parameters()) * dtype.itemsize
+    one_unit = is_one_unit(size, layout.device.type, parallelism)
     if layout.expert_mesh is not None:
         of_experts = layout.expert_shard_mesh
         # In a part that is one unit else they stay gathered until the backward pass, as it does.
@@ -153,19 +145,14 @@ def gathered_together(model: Model, most: int, dtype: torch.dtype) -> list[list[
 
     A larger block is alone. Experts that are units already do not count.
     """
-    units: list[list[Any]] = []
-    left = 0
-    for block in model.blocks.values():
-        units_within: list[Any] = expert_units(block)
-        apart = {each for experts in units_within for each in experts.parameters()}
+    blocks = [*model.blocks.values()]
+    sizes = []
+    for block in blocks:
+        units: list[Any] = expert_units(block)
+        apart = {each for experts in units for each in experts.parameters()}
         gathered = (local_part(each).numel() for each in block.parameters() if each not in apart)
-        size = sum(gathered) * dtype.itemsize
-        if size > left:
-            units.append([])
-            left = most
-        units[-1].append(block)
-        left -= size
-    return units
+        sizes.append(sum(gathered) * dtype.itemsize)
+    return [[blocks[place] for place in unit] for unit in together(sizes, most)]
 
 
 def stack_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
@@ -211,19 +198,6 @@ def expert_units(*blocks: nn.Module) -> list[FSDPModule]:
     """Return the experts of some blocks that are units of their own, in order."""
     within = (each for block in blocks for each in block.modules() if each is not block)
     return [each for each in within if isinstance(each, FSDPModule)]
-
-
-def is_one_unit(
-    part: nn.Module, device: torch.device, dtype: torch.dtype, parallelism: ParallelismConfig
-) -> bool:
-    """Return whether a part is gathered and reduced as a whole, once for each microbatch.
-
-    That is so on CPUs, where all its weights in `dtype` have at most `ONE_UNIT_BYTES`, without a
-    pipeline, and unless `reshard_after_forward` says what blocks do.
-    """
-    size = sum(parameter.numel() for parameter in part.parameters()) * dtype.itemsize
-    decides = parallelism.reshard_after_forward == "auto" and parallelism.pp == 1
-    return decides and device.type == "cpu" and size <= ONE_UNIT_BYTES
 
 
 def set_reduction(part: ModelPart, parallelism: ParallelismConfig, last: bool) -> None:

@@ -1,5 +1,6 @@
 """The one authority for axes: which ranks share which part of the work."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchmars.config import Degrees, ParallelismConfig
+from torchmars.config import Degrees
 from torchmars.core.console import say
 from torchmars.core.device import backend_of
 from torchmars.core.errors import UserError
@@ -57,23 +58,6 @@ class Layout:
         mesh, weights, experts = make_meshes(device.type, degrees)
         groups = make_groups(mesh, experts)
         return cls(device, weights, experts, groups, make_control_group())
-
-    @classmethod
-    def simulate(
-        cls, config: ParallelismConfig, world_size: int, rank: int, device: torch.device
-    ) -> "Layout":
-        """Return the layout of one of `world_size` ranks that do not exist.
-
-        Their collectives, torch's fake ones, return at once and change nothing. The mesh is one of
-        CPUs; `device` is only what the layout calls itself. Call it once in a process. Raises
-        `UserError` if the degrees do not make `world_size`.
-        """
-        degrees = config.degrees(world_size)
-        dist.init_process_group("fake", rank=rank, world_size=world_size)
-        mesh, weights, experts = make_meshes("cpu", degrees)
-        groups = make_groups(mesh, experts)
-        assert dist.group.WORLD is not None
-        return cls(device, weights, experts, groups, dist.group.WORLD)
 
     def group(self, name: str) -> RankGroup:
         """Return the group of this rank along an axis, a set of axes in `JOINT_AXES`, or "ep"."""
@@ -221,19 +205,29 @@ class Layout:
         """Return the mean of a scalar over these ranks. Waits for the device."""
         return self.add_up_losses(value).item() / self.loss_parts
 
+    @property
+    def degrees(self) -> Degrees:
+        """The sizes of all axes."""
+        return Degrees(*(self.group(axis).size for axis in Degrees._fields))
+
     def describe(self) -> str:
         """Return the layout in words, for the console."""
-        size, replicas = self.world.size, self.group("dp_replicate").size
-        ranks = f"{counted(size, 'rank')} ({self.device.type}, {backend_of(self.device.type)})"
-        shards, ep = self.group("dp_shard").size, self.group("ep").size
-        if ep > 1:
-            ranks += f", EP {ep}"
-        if size == 1:
-            return ranks
-        if size == shards:
-            return f"FSDP over {ranks}"
-        sizes = {"FSDP": shards} | {name.upper(): self.group(name).size for name in OTHER_AXES}
-        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        if replicas > 1:
-            parts[: shards > 1] = [f"HSDP {replicas} x {shards}"]
-        return f"{' x '.join(parts)} over {ranks}"
+        return describe_layout(self.degrees, self.device.type)
+
+
+def describe_layout(degrees: Degrees, device: str) -> str:
+    """Return a layout in words, of ranks that compute on devices of type `device`."""
+    size = math.prod(degrees[:-1])
+    ranks = f"{counted(size, 'rank')} ({device}, {backend_of(device)})"
+    if degrees.ep > 1:
+        ranks += f", EP {degrees.ep}"
+    if size == 1:
+        return ranks
+    if size == degrees.dp_shard:
+        return f"FSDP over {ranks}"
+    sizes = {"FSDP": degrees.dp_shard}
+    sizes |= {name.upper(): getattr(degrees, name) for name in OTHER_AXES}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if degrees.dp_replicate > 1:
+        parts[: degrees.dp_shard > 1] = [f"HSDP {degrees.dp_replicate} x {degrees.dp_shard}"]
+    return f"{' x '.join(parts)} over {ranks}"

@@ -6,7 +6,6 @@ a tp group.
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
-
-# The logits of a chunk are at most so many, by the type of the device, but those of at least
-# FEWEST_TOKENS tokens. docs/parallelism.md has the measurements.
-MOST_LOGITS = defaultdict(lambda: 2**28, cpu=2**24)
-FEWEST_TOKENS = 256
-
-
-def chunk_tokens(device: str, rows: int) -> int:
-    """Return how many tokens a chunk has at most, where a rank has `rows` rows of the head.
-
-    The rule knows sizes and the type of the device only. So a run that resumes computes the same.
-    """
-    return max(MOST_LOGITS[device] // rows, FEWEST_TOKENS)
 
 
 def mean_loss(
@@ -275,9 +261,8 @@ def _over_ranks(
 
 # The element-wise part of the loss, compiled: it reads logits twice, and writes them once. Both
 # functions have no memory beside their arguments and results. Where a mode watches torch's
-# operations, they are operations of torch's own kind, so that a plan, which computes nothing, sees
-# that too. Elsewhere they are called as they are: torch's way there takes the host as long as they
-# do.
+# operations, they are operations of torch's own kind, so that it sees that too. Elsewhere they are
+# called as they are: torch's way there takes the host as long as they do.
 
 
 def softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """A model on its layout: the parts that this rank has, and how the ranks run them together."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,11 +53,10 @@ class ParallelModel:
         activations: ActivationCheckpointConfig,
         layout: Layout,
         device: torch.device,
-        memory: AbstractContextManager[object] | None = None,
         find_starts: Callable[[Tensor], Tensor] | None = None,
         exact: bool = False,
     ) -> None:
-        """Make the parts on `device`, their weights while `memory` is active.
+        """Make the parts on `device`.
 
         `training` has its dtype resolved. `find_starts` is as in `Batches`, `exact` as in
         `Balance`. Raises `UserError` if blocks do not make stages.
@@ -76,9 +74,8 @@ class ParallelModel:
                 part = ModelPart(deepcopy(whole), first, last, layout, training)
                 cut_model(part.model, blocks, first, last)
                 parallelize(part, layout, parallelism, training, activations)
-                with memory or nullcontext():
-                    self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
-                    put_buffers(part, device)
+                self.parts[number] = part.to_empty(device=weight_device(parallelism, device))
+                put_buffers(part, device)
         self.balance = Balance(whole, self.parts, training, layout, device, exact)
         ulysses = parallelism.cp_method == "ulysses"
         self.attention_logits = AttentionLogits(whole, self.parts, layout, device, ulysses)
@@ -95,8 +92,7 @@ class ParallelModel:
         self.copies: Copies | None = None
         """The copies that a single rank computes with, unless it computes in float32."""
         if self.alone and training.dtype != "float32":
-            with memory or nullcontext():
-                self.copies = Copies(self.parts[0], getattr(torch, training.dtype))
+            self.copies = Copies(self.parts[0], getattr(torch, training.dtype))
         parts = [part.model for part in self.parts.values()]
         self.buffers = {name: value for part in parts for name, value in part.named_buffers()}
         """What its parts have besides, by name: the biases of routers. No layout cuts them."""

@@ -14,9 +14,10 @@ from torchmars.models import Model
 from torchmars.models.documents import document_positions
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.context import SequencePart
+from torchmars.parallel.cuts import chunk_tokens
 from torchmars.parallel.groups import RankGroup
 from torchmars.parallel.layout import Layout
-from torchmars.parallel.loss import chunk_tokens, mean_loss, token_losses, token_scores
+from torchmars.parallel.loss import mean_loss, token_losses, token_scores
 
 # The result of a forward pass with targets: their mean loss, whose gradient can be taken, the loss
 # of each, or the log-likelihood of each and whether it is the likeliest token.

@@ -1,227 +1,388 @@
-"""The memory of a rank: every tensor of a step, counted from its making to its end."""
+"""The memory of a rank, by formula: its part of weights and state, and what passes keep.
 
-import weakref
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+Weights, gradients and optimizer state follow from shapes, to the byte. What passes keep follows
+from what each layer of a block saves for the backward pass: docs/planning.md says how well.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import (  # private, torch 2.11 to 2.13
-    ShardingPropagator,
-)
-from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.11 to 2.13
-from torch.utils._pytree import tree_leaves  # private, torch 2.11 to 2.13
+from torch import nn
 
-# FSDP2's name for the operations that fill and empty its buffers.
-BUFFER_NAMESPACE = "fsdp"
-# The function that DTensors call to try an operation.
-TRIAL = "_propagate_tensor_meta_non_cached"
-T = TypeVar("T")
+from torchmars.config import Degrees, ResolvedConfig
+from torchmars.models import Model
+from torchmars.models.attention import has_kernel
+from torchmars.models.moe import MoE
+from torchmars.optim import MARS
+from torchmars.parallel import cuts
+
+ROWS = ("rows", "fused rows", "gathered rows", "tokens")
+SELECTED = 0.7  # of what "selective" keeps, a pass that keeps all has the same
 
 
-@dataclass
-class Effect:
-    """The effect of some work on the memory, in bytes by kind."""
+class Weight(NamedTuple):
+    """A parameter as layouts cut it."""
 
-    moments: dict[Hashable, Counter[str]] = field(default_factory=dict)
-    """Peak bytes of each phase above the level before the work."""
-    change: Counter[str] = field(default_factory=Counter)
-    """Bytes that stay after the work, above the level before it."""
+    shape: tuple[int, ...]
+    cut: str | None
+    """By tensor parallelism; None: all ranks have it whole."""
+    experts: bool
+    """Whether it is a stack of experts' matrices, which ep deals out."""
+    state: int
+    """Bytes of the optimizer's state for each entry."""
+
+
+Weights = Mapping[str, Weight]  # by name
+
+
+@functools.lru_cache(maxsize=2**16)
+def entries_of(weight: Weight, degrees: Degrees) -> tuple[int, int, int]:
+    """Return how many entries the first rank computes with, and its shard's; and the dim cut.
+
+    Its shard is the largest: torch cuts into pieces of ceil(size / n).
+    """
+    shape, shards = list(weight.shape), degrees.dp_shard * degrees.cp
+    if weight.experts and degrees.ep > 1:
+        shape[0] //= degrees.ep
+        shards = shards * degrees.tp // degrees.ep
+    elif weight.cut in ROWS:
+        shape[0] //= degrees.tp
+    elif weight.cut == "columns":
+        shape[1] //= degrees.tp
+    gathered = math.prod(shape)
+    # Stacks by matrices, or else by their rows: `stack_placement` of parallel/fsdp.py.
+    dim = int(len(shape) > 2 and shape[0] % shards > 0 and shape[1] % shards == 0)
+    shape[dim] = -(-shape[dim] // shards)
+    return gathered, math.prod(shape), dim
+
+
+class ModelCosts:
+    """A model and its optimizer, before any layout; `itemsize` is that of the compute dtype."""
+
+    def __init__(self, model: Model, optimizer: MARS | None, itemsize: int) -> None:
+        self.model, self.optimizer, self.itemsize = model, optimizer, itemsize
+        self.tied, self.flops = model.output is None, model.flops_per_token()
+        self.head_in_blocks = cuts.head_in_blocks(model)
+        self.head = "tok_embed.weight" if self.tied else "output.weight"
+        states = state_bytes(optimizer) if optimizer else {}
+        self.blocks: list[dict[str, Weight]] = [{} for _ in model.blocks]
+        """The weights of each block, and those of the embedding, and of the last norm and head."""
+        self.first: dict[str, Weight] = {}
+        self.last: dict[str, Weight] = {}
+        for name, parameter in model.named_parameters():
+            top, number, *_ = name.split(".")
+            of_ends = self.first if top in model.inputs else self.last
+            module, experts = name.rpartition(".")[0], ".experts." in name and parameter.ndim == 3
+            cut = None if experts else cuts.cut_of(module, model.cuts)
+            weight = Weight(tuple(parameter.shape), cut, experts, states.get(name, 0))
+            (self.blocks[int(number)] if top == "blocks" else of_ends)[name] = weight
+        kinds: dict[object, str] = {}
+        self.kinds = [
+            kinds.setdefault((*weights.values(),), str(number))
+            for number, weights in enumerate(self.blocks)
+        ]
+        """Of each block the number of the first that is like it."""
+        self.kept = functools.cache(functools.partial(block_bytes, model, itemsize))
+
+    def mixture(self, block: int) -> MoE | None:
+        """Return the experts of a block, if it has some."""
+        return self.model.routed().get(self.kinds[block])
+
+
+def state_bytes(optimizer: MARS) -> dict[str, int]:
+    """Return the bytes of state for each entry of each parameter, by name."""
+    found = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"]):
+            tensors = [each for each in optimizer.state[parameter].values() if each.ndim]
+            tensors += [optimizer.ahead[parameter]] if parameter in optimizer.ahead else []
+            found[name] = sum(each.itemsize for each in tensors)
+    return found
+
+
+def norm_bytes(norm: nn.Module, b: int) -> int:
+    """Return what a norm keeps of each entry of `b` bytes: of an RMS norm two in float32."""
+    return b if isinstance(norm, nn.LayerNorm) else 8
+
+
+def block_bytes(model: Model, b: int, number: str, tp: int, cp: int) -> dict[str, float]:
+    """Return what block `number` keeps of each token of a rank, layer by layer, in bytes.
+
+    By the mode of activation checkpointing; "working": in the backward pass, at its worst moment;
+    "rows": the part of experts' rows. Entries of hidden states have `b` bytes. Layers are cut over
+    `tp` ranks, and keys and values are gathered from `cp`.
+    """
+    none = selective = working = rows = 0.0
+    mixture = model.routed().get(number)
+    inputs: dict[tuple[str, int, bool], float] = {}  # layers that take the same keep it once
+    inner: dict[str, list[int]] = {}  # outputs of layers that are cut by rows, by their parent
+    for name, module in model.blocks[number].named_modules():
+        weight, (parent, _, own) = module._parameters.get("weight"), name.rpartition(".")
+        if weight is None or (mixture is not None and module is mixture.router):
+            continue
+        if weight.ndim == 1:
+            heads = dict(zip("qk", model.heads)).get(own[:1], 1)
+            width = len(weight) * (heads if len(weight) == model.head_width else 1)
+            none += width * norm_bytes(module, b) / tp
+            continue
+        outs, ins = weight.shape
+        cut = cuts.cut_of(f"blocks.{number}.{name}", model.cuts)
+        place, share = (parent, ins, cut == "columns"), 1 if cut in ROWS else 1 / tp
+        inputs[place] = max(inputs.get(place, 0.0), ins * b * share)
+        if cut == "columns":  # sums on all ranks, and this rank's part of them
+            selective += outs * b * (1 + (tp > 1) / tp)
+        else:
+            selective += outs * b / tp
+            inner.setdefault(parent, []).append(outs)
+    for parent, widths in inner.items():
+        if parent.startswith("mlp"):  # beside a gate also what its activation made
+            gated = len(widths) > 1
+            none += (sum(widths) + gated * widths[0]) * b / tp
+            working = max(working, (1 + gated) * widths[0] * b / tp)
+    # Queries, keys, values and what is mixed of them, all as wide, and sums of exponentials.
+    heads, kv_heads = model.heads
+    wide = max(model.head_width, model.mixed_width // heads - model.head_width)
+    mixed = heads * (wide * b + 4) / tp
+    none += sum(inputs.values()) + mixed + (heads + 2 * kv_heads * cp) * wide * b / tp
+    none += 2 * model.width * (model.dropout > 0)
+    selective += mixed + model.width * b / tp
+    full, working = model.width * b / tp, working + model.width * b
+    if mixture is not None:
+        used, experts = mixture.router.used, len(mixture.router.weight)
+        within = next(mixture.experts.parameters()).shape[1]
+        kept = used * (4 * within + 2 * model.width) * b
+        none += (kept + 4 * (model.width + 2 * experts) + 48 * used) / tp
+        selective += (used * (2 * within + 3 * model.width) * b + 4 * experts + 12 * used) / tp
+        full += 12 * used / tp
+        # Gradients of experts' outputs, once more in float32: the weights of a router are.
+        working = (used * (4 + b) + 6) * model.width / tp
+        rows = (kept + used * (4 + b) * model.width) / tp
+    found = {"none": none, "selective": selective, "full": full}
+    return found | {"working": working, "rows": rows}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of a rank of a pipeline, or of each rank without one, in bytes."""
+
+    stages: dict[int, range]
+    """The blocks of its stages, by number."""
+    parameters: int
+    """How many these have."""
+    weights: int
+    """And of their moving average, if the run keeps one."""
+    gradients: int
+    optimizer_state: int
+    received: int
+    """Buffers for hidden states from other stages of a pipeline."""
+    gathered: int
+    """Weights and gradients of other ranks' shards, and their buffers, at the peak. On a rank
+    alone: the copies of weights that it computes with."""
+    activations: int
+    """And temporary tensors, at the peak."""
+    moment: str
+    """When the peak is."""
 
     @property
-    def peak(self) -> Counter[str]:
-        """Bytes at the worst moment of the work, above the level before it."""
-        return max(self.moments.values(), key=Counter.total)
-
-    def changed(self, more: "Effect", less: "Effect") -> "Effect":
-        """Return the effect, `more` added and `less` taken away."""
-        peak, change = self.peak.copy(), self.change.copy()
-        for effect, count in ((more, Counter.update), (less, Counter.subtract)):
-            count(peak, effect.peak)
-            count(change, effect.change)
-        return Effect({"": peak}, change)
-
-    def grown(self, more: "Effect", times: int) -> "Effect":
-        """Return the effect with `times` the difference to `more` added, in each part of the work.
-
-        What only `more` has lies between parts of both: its growth is between theirs.
-        """
-        moments = {
-            moment: grown(peak, more.moments[moment], times)
-            for moment, peak in self.moments.items()
-        }
-        return Effect(moments, grown(self.change, more.change, times))
+    def peak(self) -> int:
+        """All memory of the rank at the worst moment of a step."""
+        working = max(self.activations + self.gathered, self.gradients)
+        return self.weights + self.optimizer_state + self.received + working
 
 
-def grown(few: Counter[T], more: Counter[T], times: float) -> Counter[T]:
-    """Return `few` with `times` the difference to `more` added."""
-    return Counter(
-        {key: round(few[key] + times * (more[key] - few[key])) for key in {**few, **more}}
-    )
+@dataclass(frozen=True)
+class Part:
+    """A stage of a pipeline, or the whole model, on a rank."""
+
+    first: bool
+    last: bool
+    blocks: range
+    weights: dict[str, Weight]
+    units: list[int]
+    """Entries of what is gathered together: blocks, without experts that are dealt out."""
+    dealt: list[int]
+    """Entries of these experts, block by block."""
+    ends: list[int]
+    """Entries of table and head, which are gathered apart."""
+    kept: float
+    """Bytes that the blocks keep of a microbatch."""
+    again: float
+    """Bytes made again, or in work, in a block's backward pass."""
 
 
-class MemoryCounter(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made while it is active, fake ones among them.
+class LayoutMemory:
+    """The memory of a layout's ranks, on devices of type `device`. The dtype is resolved."""
 
-    `bytes` has them by kind: "activations", or "gathered" for weights and gradients of other ranks'
-    shards. `moments` has, for each part of the work that `begin` named, `bytes` at the moment when
-    all together were most.
-    """
+    def __init__(
+        self, costs: ModelCosts, config: ResolvedConfig, degrees: Degrees, device: str
+    ) -> None:
+        self.costs, self.config, self.degrees, self.device = costs, config, degrees, device
+        training, self.parallelism = config.training, config.parallelism
+        self.mode = config.activation_checkpoint.mode
+        size, self.microbatches = training.microbatches(degrees.data, self.parallelism.stages)
+        self.tokens = size * training.seq_len // degrees.cp
+        dtype = torch.bfloat16 if costs.itemsize == 2 else torch.float32
+        masked = not has_kernel(device, dtype, costs.model.dropout)
+        self.mask = (
+            size * training.seq_len**2 * costs.itemsize * masked * (config.data.separate_documents)
+        )
+        """Bytes of the mask that keeps documents apart, where no kernel does."""
+        self.hidden = self.tokens // degrees.tp * costs.model.width * costs.itemsize
+        """Bytes of a microbatch's hidden states between blocks."""
+        self.alone = math.prod(degrees[:5]) == 1 and not self.parallelism.cpu_offload
+        blocks = cuts.blocks_of_stages(costs.model, self.parallelism)
+        self.parts = [
+            self.part(each, number == 0, number == len(blocks) - 1)
+            for number, each in enumerate(blocks)
+        ]
+        self.own = [
+            [n for n, each in enumerate(cuts.stage_ranks(self.parallelism)) if each == rank]
+            for rank in range(degrees.pp)
+        ]
+        """The stages of each rank of the pipeline."""
+        self.chunks = math.ceil(self.tokens / cuts.chunk_tokens(device, self.rows))
+        self.ranks = [self.rank(rank) for rank in range(degrees.pp)]
+        """The memory of each rank of the pipeline, or of the only one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-        self._total = 0
-        self.counting = True
-        self._storages: dict[int, _Storage] = {}
-        self._restart()
+    @property
+    def rows(self) -> int:
+        """Rows of the head that a rank has."""
+        return self.costs.model.vocab_rows // self.degrees.tp
 
-    def _restart(self) -> None:
-        self.moments: dict[Hashable, Counter[str]] = {}
-        self.begin("")
+    def entries(self, weights: Iterable[Weight]) -> tuple[int, int]:
+        """Return how many entries of weights a rank computes with, and those of its shards."""
+        found = [entries_of(each, self.degrees) for each in weights]
+        return sum(each[0] for each in found), sum(each[1] for each in found)
 
-    def begin(self, moment: Hashable) -> None:
-        """Name the part of the work that begins. One name may stand for several parts."""
-        self.moment, there = moment, self.moments.get(moment, Counter())
-        self._peak_total = there.total()
-        self._note()
+    def kept(self, block: int) -> dict[str, float]:
+        """Return what a block keeps of a token, in bytes."""
+        gathered = self.degrees.cp if self.parallelism.cp_method == "all-gather" else 1
+        return self.costs.kept(self.costs.kinds[block], self.degrees.tp, gathered)
 
-    def _note(self) -> None:
-        if self._total > self._peak_total or self.moment not in self.moments:
-            self._peak_total, self.moments[self.moment] = self._total, self.bytes.copy()
+    def part(self, blocks: range, first: bool, last: bool) -> Part:
+        """Return a stage that has these blocks."""
+        costs, ep = self.costs, self.degrees.ep
+        weights, sizes, dealt, kept, again = dict[str, Weight](), [], [], 0.0, 0.0
+        for block in blocks:
+            weights |= costs.blocks[block]
+            apart = [each for each in costs.blocks[block].values() if each.experts and ep > 1]
+            sizes.append(self.entries(costs.blocks[block].values())[0] - self.entries(apart)[0])
+            dealt += [self.entries(apart)[0]] if apart else []
+            each = self.kept(block)
+            kept += self.tokens * each[self.mode]
+            same = {"none": each["none"], "selective": SELECTED * each["selective"]}
+            more = each["none"] - same.get(self.mode, 0.0) + each["working"]
+            again = max(again, self.tokens * more)
+        together = cuts.together(sizes, cuts.UNIT_BYTES[self.device] // costs.itemsize)
+        units = [sum(sizes[place] for place in unit) for unit in together]
+        embedding, head = costs.first if first else {}, costs.last if last else {}
+        if last and costs.tied and not first:  # a copy, which the optimizer does not know
+            embedding = {"copy": costs.first[costs.head]}
+        outside = [embedding | head] if costs.tied else [embedding, head]
+        ends = [self.entries(each.values())[0] for each in outside if each]
+        every, weights = sum(units) + sum(ends), weights | embedding | head
+        if cuts.is_one_unit(every * costs.itemsize, self.device, self.parallelism):
+            units, ends = [], [every]
+        return Part(first, last, blocks, weights, units, dealt, ends, kept, again)
 
-    def know(self, tensors: Iterable[Tensor | None]) -> None:
-        """Leave `tensors`, which are there already, out."""
-        for storage in storages_of(tensors):
-            if (there := self._storages.pop(storage._cdata, None)) is not None:
-                self._add(there.kind, -there.size)
-            self._storages[storage._cdata] = _Storage(storage, self, "known")
+    def loss(self) -> tuple[float, int]:
+        """Return the bytes in work while the loss is computed, and of the head's gradient."""
+        model, b, tokens = self.costs.model, self.costs.itemsize, self.tokens
+        # Beside logits their probabilities in float32, where the loss is not compiled, and what
+        # torch makes these from.
+        logit = b if self.config.training.compile else b + 4 + 4 * (b < 4)
+        head = self.rows * model.width
+        sums = head * (b if self.chunks == 1 else 4 + b * (b < 4))  # of chunks, in float32
+        hidden = model.width * (2 * b + (b + norm_bytes(model.norm, b)) / self.degrees.tp)
+        return math.ceil(
+            tokens / self.chunks
+        ) * self.rows * logit + sums + tokens * hidden, head * b
 
-    def settle(self) -> None:
-        """Count all that is there now, such as gradients after a backward pass, as gathered."""
-        for storage in self._storages.values():
-            storage.become("gathered")
+    def rank(self, rank: int) -> RankMemory:
+        """Return the memory of a rank of the pipeline."""
+        parts = [self.parts[number] for number in self.own[rank]]
+        every = [each for part in parts for each in part.weights.items()]
+        own = [weight for name, weight in every if name != "copy"]
+        held, average = self.entries(each for _, each in every)[1], self.config.training.ema_decay
+        worst = max(self.moments(rank, parts), key=lambda each: each[0] + each[1])
+        buffers = sum(not end for part in parts for end in (part.first, part.last))
+        return RankMemory(
+            stages={number: self.parts[number].blocks for number in self.own[rank]},
+            parameters=sum(math.prod(each.shape) for each in own),
+            weights=4 * held + (4 * self.entries(own)[1] if average else 0),
+            gradients=4 * held,
+            optimizer_state=sum(
+                entries_of(each, self.degrees)[1] * each.state + 4 * (each.state > 0)
+                for each in own
+            ),
+            received=buffers * self.microbatches * self.hidden if self.degrees.pp > 1 else 0,
+            gathered=round(worst[1]),
+            activations=round(worst[0]),
+            moment=worst[2],
+        )
 
-    @contextmanager
-    def effect(self, leaves: str) -> Iterator["Effect"]:
-        """Yield the body's effect on the memory: it is known when the body has ended.
-
-        Memory that it makes and leaves is of the kind `leaves`.
-        """
-        effect, before, there = Effect(), self.bytes.copy(), set(self._storages.values())
-        self._restart()
-        yield effect
-        effect.moments = self.moments
-        for storage in set(self._storages.values()) - there:
-            storage.become(leaves)
-        effect.change = self.bytes.copy()
-        for counts in (*effect.moments.values(), effect.change):
-            counts.subtract(before)
-
-    def __enter__(self) -> "MemoryCounter":
-        # FSDP resizes storages to free them and to take them again.
-        resize, counter = torch.UntypedStorage.resize_, self
-
-        def counted(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            if storage._cdata in counter._storages:
-                counter._storages[storage._cdata].measure(storage)
-            return result
-
-        def uncounted(*arguments: Any) -> Any:
-            before, counter.counting = counter.counting, False
-            try:
-                return propagate(*arguments)
-            finally:
-                counter.counting = before
-
-        # It inherits the method: to delete ours brings that back.
-        type.__setattr__(torch.UntypedStorage, "resize_", counted)
-        # DTensors try an operation on whole tensors, fake ones, where they first meet it.
-        propagate = self._propagate = getattr(ShardingPropagator, TRIAL)
-        setattr(ShardingPropagator, TRIAL, uncounted)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        delattr(torch.UntypedStorage, "resize_")
-        setattr(ShardingPropagator, TRIAL, self._propagate)
-        super().__exit__(*exception)
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # its parts come here
-            return NotImplemented
-        if op is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # its fake version makes another tensor
-        result = op(*args, **(kwargs or {}))
-        if not self.counting:
-            return result
-        if op is torch.ops.aten.softmax.int_out and args[0].dtype != result.dtype:
-            # It makes a copy of its input in that dtype, on all devices.
-            self._add("activations", result.nbytes)
-            self._add("activations", -result.nbytes)
-        if op.namespace == BUFFER_NAMESPACE:
-            for storage in storages_of(tree_leaves((args, kwargs, result))):
-                self._get(storage).become("gathered")
+    def moments(self, rank: int, parts: list[Part]) -> Iterator[tuple[float, float, str]]:
+        """Yield activations and gathered bytes at the moments that may be the worst."""
+        gathered, held = self.entries(each for part in parts for each in part.weights.values())
+        b, many, tied = self.costs.itemsize, self.microbatches > 1, self.costs.tied
+        whole = self.alone or self.parallelism.accumulate == "whole"
+        before = many * 4 * (gathered if whole else held)  # gradients of former microbatches
+        last = [part.ends if part.ends and (part.first or tied) else part.units for part in parts]
+        reduced = many * (not whole) * 4 * sum(units[0] for units in last)  # their last exchange
+        at_loss = at_block = still = reduced + b * gathered
+        if self.alone:
+            at_loss = at_block = b * gathered * (b < 4)  # copies
+            yield at_loss, at_loss + 4 * gathered, "the end of the backward pass"
         else:
-            for storage in storages_of(tree_leaves(result)):
-                self._get(storage).measure(storage)
-        return result
+            if self.parallelism.blocks_reshard(self.degrees.dp_shard * self.degrees.cp):
+                (part,), still = parts, 0
+                at_loss, at_block = self.gathered_units(part, reduced)
+                unit = 2 * b * (part.units or part.ends)[-1]  # with the buffer of its exchange
+                yield part.kept, before + unit + b * part.ends[0], "the forward pass of blocks"
+            largest = max(max(part.units or part.ends) for part in parts)
+            rest = sum(part.kept * (1 - 1 / max(1, len(part.units))) for part in parts)
+            yield rest + (b + 4) * largest, before + still, "the reduction of gradients"
+        loss, head = self.loss()
+        counts = self.in_flight(rank, len(parts))
+        kept = self.mask + sum(count * part.kept for count, part in zip(counts, parts))
+        part = parts[-1]
+        yield kept + part.again + part.last * head, before + at_block, "a block's backward pass"
+        if part.last:
+            yield kept + loss, before + at_loss, "the loss"
 
-    def _get(self, storage: torch.UntypedStorage) -> "_Storage":
-        key = storage._cdata
-        if key not in self._storages:
-            self._storages[key] = _Storage(storage, self, "activations")
-        return self._storages[key]
+    def gathered_units(self, part: Part, reduced: int) -> tuple[int, int]:
+        """Return what is gathered of units while the loss is computed, and the last block's pass.
 
-    def _add(self, kind: str, size: int) -> None:
-        if kind == "known":
-            return
-        self.bytes[kind] += size
-        self._total += size
-        self._note()
+        FSDP has a unit and the next one, and until another follows also the buffers of the last
+        exchange: `reduced` bytes are those of a former microbatch.
+        """
+        b, tied = self.costs.itemsize, self.costs.tied
+        shards = self.degrees.dp_shard * self.degrees.cp * self.degrees.tp // self.degrees.ep
+        dealt = b * sum(part.dealt if shards == 1 else part.dealt[-2:])
+        table, units = b * part.ends[0 if tied else -1], part.units or part.ends
+        at_loss = reduced + table + (b * units[-1] if tied else table)
+        at_block = b * sum(part.units[-2:]) + dealt + (table + reduced if tied else table * 4 // b)
+        return max(at_loss, (shards == 1) * dealt), at_block
 
-    def _forget(self, key: int) -> None:
-        storage = self._storages.pop(key)
-        self._add(storage.kind, -storage.size)
+    @property
+    def moved(self) -> float:
+        """Bytes of experts' rows on a rank: twice its share of tokens takes as much again."""
+        rows = [self.kept(block)["rows"] for block in self.parts[0].blocks]
+        many = len(rows) * min(self.degrees.pp, self.microbatches) if self.mode == "none" else 1
+        return self.tokens * max(rows) * many
 
+    def in_flight(self, rank: int, places: int) -> list[int]:
+        """Return how many microbatches each of the rank's stages keeps before the first goes back.
 
-class _Storage:
-    """The memory of one or more tensors, while it is counted."""
-
-    def __init__(self, storage: torch.UntypedStorage, counter: MemoryCounter, kind: str) -> None:
-        self.counter, self.kind, self.size = counter, kind, 0
-        key = storage._cdata
-        self.end = weakref.ref(storage, lambda _: counter._forget(key))
-        self.measure(storage)
-
-    def measure(self, storage: torch.UntypedStorage) -> None:
-        """Take the size that the memory has now."""
-        change, self.size = storage.nbytes() - self.size, storage.nbytes()
-        if change:
-            self.counter._add(self.kind, change)
-
-    def become(self, kind: str) -> None:
-        """Count the memory as another kind, unless it was there from the beginning."""
-        if self.kind not in ("known", kind):
-            self.counter.bytes[self.kind] -= self.size
-            self.counter.bytes[kind] += self.size
-            self.kind = kind
-
-
-def storages_of(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Return where the tensors among `tensors` lie; of DTensors, this rank's parts."""
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            yield local.untyped_storage()
-
-
-def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of memory that this rank's parts of `tensors` lie in."""
-    sizes = {storage._cdata: storage.nbytes() for storage in storages_of(tensors)}
-    return sum(sizes.values())
+        Source: Narayanan et al. 2021, arXiv 2104.04473.
+        """
+        ranks, every = self.degrees.pp, self.microbatches * places
+        most = ranks - rank if places == 1 else 2 * (ranks - rank - 1) + (places - 1) * ranks + 1
+        if self.parallelism.pp_schedule == "GPipe":
+            most = every
+        most = min(most, every) if ranks > 1 else 1
+        return [sum(n // ranks % places == place for n in range(most)) for place in range(places)]

@@ -1,94 +1,103 @@
-"""The memory, traffic and time of a run, before it has a cluster."""
+"""The memory, traffic and time of a run, before it has a cluster: all by formula."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 
+from torchmars.cluster.sizes import UsableSizes
 from torchmars.config import ResolvedConfig
+from torchmars.config.compile import resolve_compile
 from torchmars.config.dtypes import resolve_dtypes
-from torchmars.core.device import PLANNED
+from torchmars.core.device import PLANNED, gpu_memory
 from torchmars.core.errors import UserError
+from torchmars.core.words import counted
 from torchmars.data.mixture import Mixture
 from torchmars.data.shares import shares_from_start
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.models import Model, build_run_model
+from torchmars.models import build_run_model
 from torchmars.optim import MARS
 from torchmars.optim.matrices.agreement import multiplies_bfloat16
 from torchmars.optim.matrices.exchange import OwnerLoads
 from torchmars.parallel.checks import check_layout
-from torchmars.parallel.cuts import blocks_of_stages, head_in_blocks
-from torchmars.parallel.groups import AXES
-from torchmars.parallel.layout import Layout
-from torchmars.planning.assumptions import FLOPS, NETWORK, NVLINK
-from torchmars.planning.pipeline import actions_of_ranks, bubble, computed_again
-from torchmars.planning.simulation import Simulation, simulate_ranks
-from torchmars.planning.thumb import RuleOfThumb
+from torchmars.parallel.layout import describe_layout
+from torchmars.planning.memory import LayoutMemory, ModelCosts, RankMemory
+from torchmars.planning.traffic import Sent, groups_of, owners_of, traffic_of
+from torchmars.records.gpus import GIB, GPUS
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepared_data
 
-
-def plan_rank(config: ResolvedConfig, world_size: int, per_node: int, rank: int = 0) -> "Plan":
-    """Plan rank number `rank` of `world_size`, with `per_node` GPUs on each machine (0: CPUs).
-
-    It makes a process group, which must be left before the next plan. Raises `UserError` if the
-    config does not divide.
-    """
-    if per_node and world_size > per_node and world_size % per_node:
-        raise UserError(
-            f"--world-size {world_size} does not fill machines of --gpus-per-node {per_node}: "
-            f"choose a multiple of {per_node}"
-        )
-    device = torch.device(PLANNED if per_node else "cpu")
-    layout = Layout.simulate(config.parallelism, world_size, rank, device)
-    native_bfloat16 = per_node > 0 or multiplies_bfloat16(
-        device
-    )  # CPUs are taken to be like this one
-    config = resolve_dtypes(config, device, native_bfloat16)
-    data = prepared_data(config)
-    vocab_size = data.vocab_size if data else load_tokenizer(config.data.tokenizer).vocab_size
-    whole = build_run_model(config, vocab_size)
-    check_layout(config, config.parallelism.degrees(world_size), whole)
-    optimizer = build_optimizer(config, whole)
-    ranks = simulate_ranks(config, layout, whole)
-    return Plan(config, layout, whole, optimizer, ranks, data, per_node)
+# The cluster that plans assume: H100s, eight on a machine, and a good network.
+GPU = GPUS["H100"]
+RESERVED = 8 * GIB  # of each GPU: CUDA, NCCL and a fragmented allocator
+MEMORY = GPU.memory_gib * GIB - RESERVED  # the rest of it
+FLOPS = 400e12  # per second, that the training of large models reaches in bfloat16
+NETWORK = 50e9  # bytes per second of each GPU between machines: 400 Gb/s
+NVLINK = 350e9  # bytes per second of each GPU within a machine, that collectives reach
+SPEEDS = (  # in words
+    f"{FLOPS / 1e12:.0f} TFLOP/s of each GPU, {NVLINK / 1e9:.0f} GB/s within a machine and "
+    f"{NETWORK / 1e9:.0f} GB/s between machines"
+)
+PER_NODE = 8  # GPUs of a machine
+GENERATOR = 16  # bytes of a GPU's random number generator
+# What activation checkpointing adds to a backward pass, in forward passes. "selective" keeps the
+# dear results.
+AGAIN = {"none": 0.0, "selective": 0.2, "full": 1.0}
 
 
-@dataclass
 class Plan:
-    """The figures of a run, for one rank: rank 0 has the largest shards."""
+    """The figures of a model's run on one layout: `plan_run` makes it."""
 
-    config: ResolvedConfig
-    layout: Layout
-    whole: Model
-    """The model, without memory."""
-    optimizer: MARS
-    """The optimizer of the whole model, without memory."""
-    ranks: list[Simulation]
-    """A step of each rank of a pipeline, or of the only one, at the place of `layout`."""
-    data: Mixture | None
-    """None if the data is not prepared yet."""
-    per_node: int
-    """GPUs on each machine; 0: CPUs."""
+    def __init__(
+        self,
+        costs: ModelCosts,
+        config: ResolvedConfig,
+        world_size: int,
+        per_node: int,
+        data: Mixture | None = None,
+    ) -> None:
+        """Machines have `per_node` GPUs; 0: CPUs. Without `data` it is not prepared yet.
+
+        `config` has resolved dtypes. Raises `UserError` if it does not divide.
+        """
+        device = PLANNED if per_node else "cpu"
+        self.costs, self.whole, self.world_size = costs, costs.model, world_size
+        self.per_node, self.data = per_node, data
+        self.degrees = config.parallelism.degrees(world_size)
+        check_layout(config, self.degrees, self.whole)
+        self.config = resolve_compile(config, torch.device(device), True, self.degrees.tp, None)
+        self.layout = describe_layout(self.degrees, device)
+        """In words."""
+        self.memory = LayoutMemory(costs, self.config, self.degrees, device)
+        self.ranks = self.memory.ranks
+        """The memory of each rank of a pipeline, or of the only one."""
+        self.microbatches = config.training.microbatches(
+            self.degrees.data, config.parallelism.stages
+        )
+        """Sequences of a microbatch, and microbatches of a step."""
 
     @property
-    def simulation(self) -> Simulation:
-        """A step of the planned rank."""
-        return self.ranks[self.layout.group("pp").rank]
+    def largest(self) -> RankMemory:
+        """The rank of the pipeline with the largest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak)
 
-    @cached_property
+    @property
     def checkpoint(self) -> int:
         """Bytes of a checkpoint, of all ranks together. Each has its own generators."""
-        state = sum(rank.checkpoint for rank in self.ranks)
-        shared = (len(self.ranks) - 1) * self.simulation.optimizer.skipped.nbytes
-        return state - shared + self.simulation.generators * self.layout.world.size
+        weights = 4 * self.whole.parameter_count * (2 if self.config.training.ema_decay else 1)
+        states = self.optimizer.state.values()
+        state = sum(tensor.nbytes for each in states for tensor in each.values())
+        buffers = sum(buffer.nbytes for buffer in self.whole.buffers())
+        counts = 8 * self.whole.experts * len(self.whole.routed()) * self.config.optimizer.passes
+        generators = torch.get_rng_state().nbytes + (GENERATOR if self.per_node else 0)
+        skipped = self.optimizer.skipped.nbytes
+        return weights + state + buffers + counts + skipped + generators * self.world_size
 
     @property
-    def microbatches(self) -> tuple[int, int]:
-        """Sequences of a microbatch, and microbatches of a step."""
-        return self.config.training.microbatches(
-            self.layout.data.size, self.config.parallelism.stages
-        )
+    def optimizer(self) -> MARS:
+        """The optimizer of the whole model, without memory."""
+        assert self.costs.optimizer is not None
+        return self.costs.optimizer
 
     @property
     def tokens_per_parameter(self) -> float:
@@ -109,64 +118,78 @@ class Plan:
             for part, count in zip(self.data.parts, samples)
         }
 
-    @cached_property
-    def rule(self) -> RuleOfThumb:
-        """The figures of a rule of thumb for the model, without an optimizer's state."""
-        return RuleOfThumb(self.whole, 0, self.layout.world.size, self.per_node)
-
-    @cached_property
-    def seconds(self) -> float | None:
-        """The time of a step on GPUs, at assumed speeds; None on CPUs.
-
-        Ranks compute, and wait for what layers exchange and for each other. FSDP and a pipeline
-        send meanwhile: what takes longer than to compute is waited for, and so is the optimizer.
-        """
-        if not self.per_node:
-            return None
-        flops = self.flops_per_token * self.config.training.tokens_per_step
-        again = 1 + computed_again(self.config.activation_checkpoint) / 3
-        compute = flops * again / self.layout.world.size / FLOPS
-        steps = []
-        for rank in self.ranks:
-            layers = weights = optimizer = 0.0
-            for kind, size in rank.traffic.sent.items():
-                inside = len({number // self.per_node for number in kind.ranks}) == 1
-                speed, waited = NVLINK if inside else NETWORK, rank.traffic.waited[kind]
-                if kind.phase == "optimizer":
-                    optimizer += size / speed
-                else:
-                    layers += waited / speed
-                    weights += (size - waited) / speed
-            passes = (compute + layers) / (1 - (self.bubble or 0))
-            steps.append(passes + max(0, weights - compute) + optimizer)
-        return max(steps) + self.largest_load / FLOPS
-
     @property
     def flops_per_token(self) -> int:
         """FLOPs of the forward and backward passes of one token, with exact mode's look-ahead."""
-        return self.config.optimizer.passes * self.whole.flops_per_token()
+        return self.config.optimizer.passes * self.costs.flops
 
     @cached_property
-    def largest(self) -> Simulation:
-        """The rank of the pipeline with the largest peak."""
-        return max(self.ranks, key=lambda rank: rank.peak)
+    def bubble(self) -> float:
+        """The part of a step that the ranks of a pipeline wait for each other, their mean.
+
+        (p - 1) / (n + p - 1) if all stages cost the same: Narayanan et al. 2021, arXiv 2104.04473,
+        section 2.2. More if a rank has more to do.
+        """
+        pp, loads = self.degrees.pp, [0.0] * self.degrees.pp
+        for rank, stages in enumerate(self.memory.own):
+            parts = [self.memory.parts[stage] for stage in stages]
+            head = parts[-1].last * self.costs.head_in_blocks
+            loads[rank] = sum(len(part.blocks) for part in parts) + head
+        rounds = self.microbatches[1] * len(self.memory.own[0])
+        return 1 - sum(loads) / pp / max(loads) * rounds / (rounds + pp - 1)
 
     @cached_property
-    def bubble(self) -> float | None:
-        """The part of a step that the ranks of a pipeline wait for each other; None without one."""
-        pipeline = self.simulation.model.pipeline
-        if pipeline is None:
-            return None
-        stages = blocks_of_stages(self.whole, self.config.parallelism)
-        costs = [float(len(blocks)) for blocks in stages]
-        costs[-1] += head_in_blocks(self.whole)
-        again = computed_again(self.config.activation_checkpoint)
-        return bubble(actions_of_ranks(pipeline.schedule), costs, again)
+    def passes(self) -> list[list[Sent]]:
+        """What the first rank of each rank of the pipeline sends in the passes of a step."""
+        return [traffic_of(self.memory, rank) for rank in range(self.degrees.pp)]
+
+    @cached_property
+    def times(self) -> list[float]:
+        """The seconds that the passes of a step take each rank of the pipeline, on GPUs.
+
+        Ranks compute, and wait for what layers exchange and for each other. FSDP and a pipeline
+        send meanwhile: what takes longer than to compute is waited for.
+        """
+        flops = self.flops_per_token * self.config.training.tokens_per_step
+        again = 1 + AGAIN[self.config.activation_checkpoint.mode] / 3
+        compute, found = flops * again / self.world_size / FLOPS, []
+        for sent in self.passes:
+            layers = sum(self.way(each) for each in sent if each.waited)
+            weights = sum(self.way(each) for each in sent if not each.waited)
+            found.append((compute + layers) / (1 - self.bubble) + max(0, weights - compute))
+        return found
+
+    def way(self, sent: Sent) -> float:
+        """Return the seconds for which something is on its way."""
+        return sent.size / (NVLINK if self.machines(sent.group) == 1 else NETWORK)
+
+    def machines(self, group: Sequence[int]) -> int:
+        """Return on how many machines the ranks of a group are."""
+        return len({rank // self.per_node for rank in group})
+
+    @cached_property
+    def busiest(self) -> int:
+        """The rank of the pipeline that sends most in its passes."""
+        return max(range(len(self.ranks)), key=lambda n: sum(each.size for each in self.passes[n]))
+
+    @cached_property
+    def owned(self) -> tuple[OwnerLoads, list[Sent]]:
+        """The orthogonalisation FLOPs of ranks that share work, and what the busiest rank sends."""
+        wide = 2 if self.config.optimizer.matrix_dtype == "bfloat16" else 4
+        parts = [self.memory.parts[each] for each in self.memory.own[self.busiest]]
+        weights = {name: each for part in parts for name, each in part.weights.items()}
+        first = groups_of(self.degrees, self.busiest)["stage"][0]
+        return owners_of(self.optimizer, weights, self.degrees, first, wide)
+
+    @property
+    def sent(self) -> list[Sent]:
+        """What the busiest rank sends in a step."""
+        return [*self.passes[self.busiest], *self.owned[1]]
 
     @property
     def owner_loads(self) -> OwnerLoads:
         """The orthogonalisation FLOPs of each rank, for each set of ranks that share the work."""
-        return self.simulation.optimizer.plans.owner_loads
+        return self.owned[0]
 
     @property
     def largest_load(self) -> int:
@@ -183,11 +206,64 @@ class Plan:
     def owner_share(self) -> float:
         """The largest orthogonalisation work of a rank over its forward and backward passes'."""
         flops = self.flops_per_token * self.config.training.tokens_per_step
-        return self.largest_load * self.layout.world.size / flops
+        return self.largest_load * self.world_size / flops
 
-    def axes_of(self, ranks: tuple[int, ...]) -> str:
-        """Return the names of the axes of the mesh along which `ranks` differ."""
-        shape = [self.layout.group(axis).size for axis in AXES]
-        places = torch.stack(torch.unravel_index(torch.tensor(ranks), shape))
-        differ = (places != places[:, :1]).any(dim=1).tolist()
-        return ", ".join(axis for axis, varies in zip(AXES, differ) if varies) or "none"
+    @property
+    def seconds(self) -> float | None:
+        """The time of a step on GPUs, at assumed speeds; None on CPUs."""
+        if not self.per_node:
+            return None
+        optimizer = sum(map(self.way, self.owned[1])) + self.largest_load / FLOPS
+        return max(self.times) + optimizer
+
+
+def costs_of(config: ResolvedConfig, per_node: int) -> tuple[ModelCosts, ResolvedConfig]:
+    """Return the costs of a config's model and optimizer, and the config with resolved dtypes.
+
+    Raises `UserError` for mistakes in them.
+    """
+    device = torch.device(PLANNED if per_node else "cpu")
+    # CPUs are taken to be like this one.
+    config = resolve_dtypes(config, device, per_node > 0 or multiplies_bfloat16(device))
+    data = prepared_data(config)
+    vocab_size = data.vocab_size if data else load_tokenizer(config.data.tokenizer).vocab_size
+    model = build_run_model(config, vocab_size)
+    optimizer = build_optimizer(config, model)
+    return ModelCosts(model, optimizer, getattr(torch, config.training.dtype).itemsize), config
+
+
+def plan_run(config: ResolvedConfig, world_size: int, per_node: int) -> Plan:
+    """Plan a run on `world_size` ranks, with `per_node` GPUs on each machine (0: CPUs).
+
+    Raises `UserError` if the config does not divide.
+    """
+    if per_node and world_size > per_node and world_size % per_node:
+        raise UserError(
+            f"--world-size {world_size} does not fill machines of --gpus-per-node {per_node}: "
+            f"choose a multiple of {per_node}"
+        )
+    costs, config = costs_of(config, per_node)
+    return Plan(costs, config, world_size, per_node, prepared_data(config))
+
+
+def check_gpu_memory(config: ResolvedConfig, sizes: UsableSizes) -> None:
+    """Raise `UserError` if GPUs are too small for what the fewest ranks of an elastic run keep.
+
+    That is without activations: a plan tells more.
+    """
+    memory = gpu_memory()
+    if memory is None or config.parallelism.cpu_offload:
+        return
+    fewest, ranks = sizes.usable[0], sizes.ranks[0]
+    costs, config = costs_of(config, sizes.per_machine)
+    every = Plan(costs, config, ranks, sizes.per_machine).ranks
+    kept = max(rank.weights + rank.gradients + rank.optimizer_state for rank in every)
+    if kept <= memory:
+        return
+    enough = [each for each in sizes.usable if kept * fewest / each <= memory]
+    remedy = f"to {enough[0]} at least" if enough else "and MAX, or set parallelism.cpu_offload"
+    raise UserError(
+        f"NNODES = {sizes.asked}: {counted(fewest, 'machine')} with {counted(ranks, 'rank')} "
+        f"would be too few: weights, gradients and optimizer state of a rank take "
+        f"{kept / GIB:,.1f} GiB, and a GPU has {memory / GIB:,.1f} GiB: raise MIN {remedy}"
+    )

@@ -12,31 +12,32 @@ from torchmars.core.words import counted, short
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.optim.rules import RULES
-from torchmars.planning.assumptions import PER_NODE, SPEEDS
-from torchmars.planning.thumb import RuleOfThumb
+from torchmars.planning.memory import ModelCosts
+from torchmars.planning.plan import PER_NODE, SPEEDS, Plan
 
 HEADINGS = ("preset", "parameters", "tokens", "GPUs", "hours", "settings", "result to expect")
 RIGHT = (1, 2, 3, 4)
 # The settings of the optimizer that a preset shows.
 SHOWN = ("lr", "lr_1d", "betas", "betas_1d", "weight_decay", "weight_decay_1d", "gamma", "clip")
 HOURS = (
-    f"hours: by a rule of thumb, for {PER_NODE} H100 on each machine, {SPEEDS}. Small models reach "
+    f"hours: estimated for {PER_NODE} H100 on each machine, {SPEEDS}. Small models reach "
     "less, and the optimizer's own time is not in it: torchmars plan NAME --world-size GPUS"
 )
 
 
 @cache
-def preset_model(config: ModelConfig, tokenizer: str, seq_len: int) -> Model:
-    """Return the model of a config, without memory. Presets share their models."""
-    return build_meta_model(config, load_tokenizer(tokenizer).vocab_size, seq_len)
+def preset_costs(config: ModelConfig, tokenizer: str, seq_len: int) -> ModelCosts:
+    """Return the costs of a config's model in bfloat16. Presets share their models."""
+    model = build_meta_model(config, load_tokenizer(tokenizer).vocab_size, seq_len)
+    return ModelCosts(model, None, 2)
 
 
 def read_preset(preset: Preset) -> tuple[ResolvedConfig, Model, float]:
     """Return the config of a preset, its model, and about how many seconds a step takes."""
     config = config_from_sources(preset.sources())
-    model = preset_model(config.model, config.data.tokenizer, config.training.seq_len)
-    rule = RuleOfThumb(model, 0, preset.gpus, PER_NODE)  # the optimizer's state takes no time
-    return config, model, rule.seconds(config)
+    costs = preset_costs(config.model, config.data.tokenizer, config.training.seq_len)
+    plan = Plan(costs, config, preset.gpus, PER_NODE)
+    return config, costs.model, max(plan.times)
 
 
 def preset_row(preset: Preset) -> tuple[str, ...]:

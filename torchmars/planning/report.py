@@ -1,19 +1,35 @@
-"""A plan in lines, for the console."""
+"""A plan in lines, for the console, and warnings of likely mistakes, each with its remedy."""
 
+from collections import Counter
 from collections.abc import Iterator
 
-from torchmars.checkpoint.memory.copies import GENERATIONS
+from torchmars.checkpoint.memory.slots import GENERATIONS
 from torchmars.cluster.sizes import UsableSizes
 from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted, duration
-from torchmars.planning.advice import advice
-from torchmars.planning.assumptions import SPEEDS
-from torchmars.planning.plan import Plan
-from torchmars.planning.scaling import transferred
-from torchmars.planning.simulation import Simulation
+from torchmars.models.base import factors_of
+from torchmars.planning.plan import GPU, MEMORY, SPEEDS, Plan
+from torchmars.planning.traffic import axes_of
 from torchmars.records.gpus import GIB
 from torchmars.training.summary import summary
+
+# Epochs after which data read again is worth less than new data: Muennighoff et al., arXiv
+# 2305.16264.
+EPOCHS = 4
+OF_LENGTH = (
+    "rates are for the batch and the steps that the base was tuned with: they go about with the",
+    "root of the batch under Adam (arXiv 2205.10287), and with tokens^-0.32 (arXiv 2603.28743)",
+)
+SIZES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer state": "optimizer_state",
+    "receiving buffers": "received",
+    "gathered weights and gradients, at the peak": "gathered",
+    "activations, at the peak (estimated)": "activations",
+    "peak": "peak",
+}
 
 
 def plan_in_words(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
@@ -21,88 +37,87 @@ def plan_in_words(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
 
     `sizes` are those of an elastic run, of which this is the plan of the fewest ranks.
     """
-    sections = {
-        "transfer": transferred(plan.config, plan.whole, plan.optimizer),
-        "memory": memory(plan),
-        "experts": dealt_experts(plan),
-        "pipeline": pipeline(plan),
-        "disk": disk(plan, sizes),
-        "traffic": traffic(plan),
-        "owners": owners(plan),
-        "tokens": list(tokens(plan)),
-        "time": time(plan),
-    }
     lines = []
     if sizes:
         fewest = f"{sizes.ranks[0]} ranks, the fewest: memory is the tightest there"
         lines = [*sizes.in_words(), *labelled("planned", fewest)]
-    lines += summary(plan.config, plan.layout, plan.whole, plan.optimizer)
+    lines += summary(plan.config, plan.layout, plan.degrees.data, plan.whole, plan.optimizer)
+    sections = {
+        "transfer": transferred(plan),
+        "memory": memory(plan),
+        "experts": experts(plan),
+        "pipeline": pipeline(plan),
+        "disk": disk(plan, sizes),
+        "traffic": traffic(plan),
+        "owners": owners(plan),
+        "tokens": tokens(plan),
+        "time": time(plan),
+    }
     for name, section in sections.items():
         lines += labelled(name, *section) if section else []
-    return lines + [line for text in advice(plan) for line in labelled("warning", text)]
+    return lines + [line for text in warnings(plan) for line in labelled("warning", text)]
+
+
+def transferred(plan: Plan) -> list[str]:
+    """Return what the tensors of each role get of a base's rates; nothing without a base."""
+    factors = factors_of(plan.whole, plan.config.transfer)
+    if factors is None:
+        return []
+    rows: Counter[tuple[str, ...]] = Counter()
+    for group in plan.optimizer.param_groups:
+        rates = [f"{group[name]:.4g}" for name in ("lr", "weight_decay", "eps")]
+        for name in group["param_names"]:
+            std = plan.whole.init_std(name)
+            begins = "ones" if std is None else f"{std * factors.std.get(name, 1.0):.4g}"
+            rows[group["role"], begins, *rates] += 1
+    roles = [(role, str(count), *rest) for (role, *rest), count in rows.items()]
+    headings = "role", "tensors", "std at the start", "lr", "weight decay", "eps"
+    return [*table([headings, *roles]), *OF_LENGTH]
 
 
 def memory(plan: Plan) -> list[str]:
     """Return the memory of a rank: in a pipeline, of each of its ranks."""
+    moment = f"the peak is in {plan.largest.moment}"
     if len(plan.ranks) == 1:
-        [rank] = plan.ranks
-        sizes = {
-            "weights": rank.weights,
-            "gradients": rank.gradients,
-            "optimizer state": rank.optimizer_state,
-            "gathered weights and gradients, at the peak": rank.gathered,
-            "activations, at the peak (estimated)": rank.activations,
-            "peak": rank.peak,
-        }
-        one = [(name, f"{size / GIB:.3f}", f"{size:,}") for name, size in sizes.items()]
-        return table([("of each rank", "GiB", "bytes"), *one])
-    headings = "rank of the pipeline", "stages", "blocks", "parameters", "weights", "gradients"
-    more = "optimizer state", "receiving buffers", "gathered", "activations", "peak (GiB)"
-    kinds = "weights gradients optimizer_state received gathered activations peak".split()
-    rows = [
-        (str(number), *of_stages(rank), *(f"{getattr(rank, kind) / GIB:.3f}" for kind in kinds))
+        sizes = {name: getattr(plan.ranks[0], key) for name, key in SIZES.items()}
+        del sizes["receiving buffers"]
+        rows = [(name, f"{size / GIB:.3f}", f"{size:,}") for name, size in sizes.items()]
+        return [*table([("of each rank", "GiB", "bytes"), *rows]), moment]
+    stages = "rank of the pipeline", "stages", "blocks", "parameters"
+    headings = (*stages, *(name.split(",")[0].split(" weights")[0] for name in SIZES))
+    lines = [
+        (
+            str(number),
+            " ".join(map(str, rank.stages)),
+            " ".join(f"{each[0]}-{each[-1]}" for each in rank.stages.values()),
+            f"{rank.parameters:,}",
+            *(f"{getattr(rank, key) / GIB:.3f}" for key in SIZES.values()),
+        )
         for number, rank in enumerate(plan.ranks)
     ]
-    return table([(*headings, *more), *rows])
+    return [*table([(*headings[:-1], "peak (GiB)"), *lines]), moment]
 
 
-def of_stages(rank: Simulation) -> tuple[str, str, str]:
-    """Return which stages a rank of a pipeline has, and their blocks and parameters."""
-    blocks = [list(part.model.blocks) for part in rank.model.parts.values()]
-    numel = sum(weight.numel() for weight in rank.model.weights.values())
-    return (
-        " ".join(map(str, rank.model.parts)),
-        " ".join(f"{each[0]}-{each[-1]}" for each in blocks),
-        f"{numel:,}",
-    )
-
-
-def dealt_experts(plan: Plan) -> list[str]:
-    """Return the distribution of experts, and its assumptions; nothing if ranks have all.
-
-    A rank that has all experts has as many rows, whatever routers choose.
-    """
-    ep, number = plan.layout.group("ep").size, plan.whole.experts
+def experts(plan: Plan) -> list[str]:
+    """Return the distribution of experts, and its assumptions; nothing if ranks have all."""
+    ep, number = plan.degrees.ep, plan.whole.experts
     if ep == 1:
         return []
-    more = plan.rule.rows_memory(plan.config) / GIB
     return [
         f"{number} of each block are dealt out over {counted(ep, 'rank')}, {number // ep} on each",
         "even routing is assumed: all experts get as many tokens. None is dropped, so memory has "
-        f"no bound: twice its share of tokens takes a rank about {more:.3f} GiB "
+        f"no bound: twice its share of tokens takes a rank about {plan.memory.moved / GIB:.3f} GiB "
         "more",
     ]
 
 
 def pipeline(plan: Plan) -> list[str]:
     """Return how long the ranks of a pipeline wait; nothing without one."""
-    if plan.bubble is None:
-        return []
     parallelism = plan.config.parallelism
     return [
         f"{parallelism.pp_schedule}: {parallelism.stages} stages on {parallelism.pp} ranks, "
         f"{plan.microbatches[1]} microbatches: the bubble is {plan.bubble:.1%} of a step"
-    ]
+    ] * (parallelism.pp > 1)
 
 
 def disk(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
@@ -110,14 +125,13 @@ def disk(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
 
     `sizes` are those of an elastic run.
     """
-    settings = plan.config.checkpoint
+    settings, world = plan.config.checkpoint, plan.world_size
     size, kept = plan.checkpoint, settings.keep_last
     total = f"{kept * size / GIB:,.1f} GiB for the {kept} that are kept" if kept else "all are kept"
     lines = [f"{size / GIB:,.2f} GiB ({size:,} bytes) a checkpoint, {total}"]
-    largest = max(rank.weights + rank.optimizer_state for rank in plan.ranks)
-    world = plan.layout.world.size
     here = sizes.per_machine if sizes else min(plan.per_node or world, world)
-    copy = largest * here / GIB
+    of_machine = here * max(rank.weights + rank.optimizer_state for rank in plan.ranks)
+    copy = of_machine / GIB
     if settings.async_save:
         lines.append(f"{copy:,.2f} GiB of each machine's memory for the copy being written")
     if settings.memory_interval:
@@ -125,7 +139,7 @@ def disk(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
         lines.append(f"{copies * copy:,.2f} GiB of each machine's /dev/shm for {copies} copies")
         if sizes and sizes.ranks[1:]:
             more = sizes.ranks[1]  # their parts are smaller, and each machine has a partner
-            both = round((copies + 2 * GENERATIONS * world / more) * largest * here)
+            both = round((copies + 2 * GENERATIONS * world / more) * of_machine)
             lines.append(
                 f"{both / GIB:,.2f} GiB ({both:,} bytes) there while {more} ranks become {world}, "
                 "until the first new copy is complete"
@@ -135,20 +149,14 @@ def disk(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
 
 def traffic(plan: Plan) -> list[str]:
     """Return the traffic of a rank in a step, by kind; in a pipeline, of the busiest rank."""
-    rank = max(plan.ranks, key=lambda each: sum(each.traffic.sent.values()))
-    times, sent = rank.traffic.times, rank.traffic.sent
-    rows: list[tuple[str, ...]] = [
-        ("sent by each rank in a step", "along", "among", "times", "MiB")
-    ]
-    for kind, size in sent.items():
-        among = counted(len(kind.ranks), "rank")
+    rows, count, total = [("sent by each rank in a step", "along", "among", "times", "MiB")], 0, 0.0
+    for phase, operation, group, times, size, _ in plan.sent:
+        among = counted(len(group), "rank")
         if plan.per_node:
-            machines = len({number // plan.per_node for number in kind.ranks})
-            among += f" on {counted(machines, 'machine')}"
-        name, along = f"{kind.phase}, {kind.operation}", plan.axes_of(kind.ranks)
-        rows.append((name, along, among, f"{times[kind]}", f"{size / 2**20:,.2f}"))
-    total = f"{sum(times.values())}", f"{sum(sent.values()) / 2**20:,.2f}"
-    return table([*rows, ("in all", "", "", *total)])
+            among += f" on {counted(plan.machines(group), 'machine')}"
+        along, count, total = axes_of(group, plan.degrees), count + times, total + size
+        rows.append((f"{phase}, {operation}", along, among, f"{times}", f"{size / 2**20:,.2f}"))
+    return table([*rows, ("in all", "", "", f"{count}", f"{total / 2**20:,.2f}")])
 
 
 def owners(plan: Plan) -> list[str]:
@@ -165,26 +173,49 @@ def owners(plan: Plan) -> list[str]:
     ]
 
 
-def tokens(plan: Plan) -> Iterator[str]:
+def tokens(plan: Plan) -> list[str]:
     """Return the tokens and FLOPs of the run."""
     training, missing = plan.config.training, f"{plan.config.data.path} is not prepared yet"
     epochs = [f"{epochs:.2f} epochs of {path}" for path, epochs in plan.epochs.items()]
-    read = ", ".join(epochs) or missing
     parameter = "active parameter" if plan.whole.experts else "parameter"
-    yield (
+    return [
         f"{training.tokens_per_step:,} a step, {training.tokens:,} to the end: "
-        f"{plan.tokens_per_parameter:.1f} for each {parameter}; {read}"
-    )
-    yield f"{plan.flops_per_token * training.tokens:.2e} FLOPs"
+        f"{plan.tokens_per_parameter:.1f} for each {parameter}; {', '.join(epochs) or missing}",
+        f"{plan.flops_per_token * training.tokens:.2e} FLOPs",
+    ]
 
 
 def time(plan: Plan) -> list[str]:
     """Return how long the run takes on GPUs; nothing for CPUs."""
-    seconds = plan.seconds
-    if seconds is None:
+    if plan.seconds is None:
         return []
-    whole = duration(seconds * plan.config.training.steps)
+    whole = duration(plan.seconds * plan.config.training.steps)
     return [
-        f"about {whole}, {seconds:.2f} s a step: estimated for H100s, {SPEEDS}, without the "
+        f"about {whole}, {plan.seconds:.2f} s a step: estimated for H100s, {SPEEDS}, without the "
         "optimizer's reading and writing of memory"
     ]
+
+
+def warnings(plan: Plan) -> Iterator[str]:
+    """Yield a line for each likely mistake, with its remedy."""
+    peak, per_node = plan.largest.peak, plan.per_node
+    if per_node and peak > MEMORY:
+        size = plan.microbatches[0]
+        lower = f"training.microbatch_size = {size}" if size > 1 else "training.seq_len"
+        yield (
+            f"the peak of {peak / GIB:.1f} GiB does not fit a GPU of {GPU.memory_gib} GiB, which "
+            f"leaves about {MEMORY / GIB:.0f}: lower {lower}, use more ranks, or look for another "
+            "layout (--find)"
+        )
+    for axis in ("tp", "ep"):
+        if per_node and per_node % (size := getattr(plan.degrees, axis)):
+            yield (
+                f"parallelism.{axis} = {size} reaches across machines of {per_node} GPUs: every "
+                f"layer waits for the network: choose a divisor of {per_node}"
+            )
+    for folder, epochs in plan.epochs.items():
+        if epochs > EPOCHS:
+            yield (
+                f"{folder} is read {epochs:.1f} times: beyond about {EPOCHS}, more data helps more "
+                "than more epochs"
+            )

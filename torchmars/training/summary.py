@@ -1,6 +1,6 @@
 """Lines for the console that describe a run before it starts."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchmars.checkpoint.folder import step_folder
 from torchmars.config import ResolvedConfig, TrainingConfig
@@ -16,7 +16,9 @@ from torchmars.models.base import base_of
 from torchmars.optim import MARS
 from torchmars.optim.rules import RULES
 from torchmars.parallel.layout import Layout
-from torchmars.training.checkpointer import Resumed
+
+if TYPE_CHECKING:  # it brings seconds of torch that a plan has no use for
+    from torchmars.training.checkpointer import Resumed
 
 
 def introduction(
@@ -27,7 +29,7 @@ def introduction(
     model: Model,
     optimizer: MARS,
     data: Mixture,
-    resumed: Resumed,
+    resumed: "Resumed",
 ) -> list[str]:
     """Return all that a run prints at its start.
 
@@ -35,7 +37,7 @@ def introduction(
     ranks can.
     """
     lines = labelled("run", f"{config.run.path}, seed {config.run.seed}")
-    lines += summary(config, layout, model, optimizer)
+    lines += summary(config, layout.describe(), layout.data.size, model, optimizer)
     slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
     if slow and not native_bfloat16:
         lines += labelled("warning", slow)
@@ -45,15 +47,18 @@ def introduction(
     return lines + labelled("note", note) if note else lines
 
 
-def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MARS) -> list[str]:
+def summary(
+    config: ResolvedConfig, layout: str, data_ranks: int, model: Model, optimizer: MARS
+) -> list[str]:
     """Return lines on the model, its layout, the batch of a step, and the optimizer's groups.
 
-    The last one warns of a schedule that does not fit the run. `config` has its dtypes resolved.
+    The last one warns of a schedule that does not fit the run. `config` has its dtypes resolved,
+    `layout` is in words, and `data_ranks` read different samples.
     """
     training = config.training
     unfit = config.schedule.warning(training.steps)
     microbatch_size, accumulation_steps = training.microbatches(
-        layout.data.size, config.parallelism.stages
+        data_ranks, config.parallelism.stages
     )
     has_matrices = bool(optimizer.plans.owner_loads)
     matrices = f", matrices in {config.optimizer.matrix_dtype}" if has_matrices else ""
@@ -65,7 +70,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
         *(labelled("base", base_line(config, model)) if config.transfer.named else []),
         *labelled(
             "layout",
-            f"{layout.describe()}, {training.dtype} compute"
+            f"{layout}, {training.dtype} compute"
             + (f", {training.float8.recipe} float8" if training.float8.recipe != "none" else "")
             + (", compiled blocks" if training.compile else "")
             + (", deterministic" if training.deterministic else ""),
@@ -73,7 +78,7 @@ def summary(config: ResolvedConfig, layout: Layout, model: Model, optimizer: MAR
         *labelled(
             "batch",
             f"{training.global_batch_size} x {training.seq_len} tokens a step: "
-            f"{counted(layout.data.size, 'rank')} x "
+            f"{counted(data_ranks, 'rank')} x "
             f"{counted(accumulation_steps, 'accumulation step')} x "
             f"{counted(microbatch_size, 'sequence')}",
         ),
@@ -107,7 +112,7 @@ def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[
     return lines
 
 
-def continuation(config: ResolvedConfig, resumed: Resumed) -> list[str]:
+def continuation(config: ResolvedConfig, resumed: "Resumed") -> list[str]:
     """Return where the run resumes, in lines; none for a new run."""
     step, training = resumed.state.step, config.training
     if resumed.origin is None:

@@ -19,6 +19,7 @@ from torchmars.checkpoint.manifest import CheckpointManifest
 from torchmars.checkpoint.memory.exchange import PIECE, Resharding, partner_of
 from torchmars.checkpoint.memory.shared_memory import LOCK, PLACE, memory_of_launcher
 from torchmars.checkpoint.memory.slots import (
+    GENERATIONS,
     HEADERS,
     Header,
     Key,
@@ -39,7 +40,6 @@ from torchmars.core.locks import lock
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.layout import Layout
 
-GENERATIONS = 2
 T = TypeVar("T")
 Copy = tuple[CheckpointManifest, dict[str, Tensor]]
 

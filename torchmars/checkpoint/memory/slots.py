@@ -22,6 +22,7 @@ from torchmars.optim.tensors import local_intervals
 COPY_FORMAT = Format("torchmars-copy", VERSION, "the run resumes from its checkpoint")
 ALIGNMENT = 64  # bytes
 PIECE = 2**24  # bytes of the memory of which a thread computes the checksum
+GENERATIONS = 2  # copies that a rank keeps of its part
 HEADERS = "rank-*-of-*-[0-9].json"
 
 
