@@ -66,7 +66,7 @@ class ModelCosts:
     def __init__(self, model: Model, optimizer: MARS | None, itemsize: int) -> None:
         self.model, self.optimizer, self.itemsize = model, optimizer, itemsize
         self.tied, self.flops = model.output is None, model.flops_per_token()
-        self.head_in_blocks = cuts.head_in_blocks(model)
+        self.head_in_blocks, self.used = cuts.head_in_blocks(model), used_experts(model)
         self.head = "tok_embed.weight" if self.tied else "output.weight"
         states = state_bytes(optimizer) if optimizer else {}
         self.blocks: list[dict[str, Weight]] = [{} for _ in model.blocks]
@@ -102,6 +102,13 @@ def state_bytes(optimizer: MARS) -> dict[str, int]:
             tensors += [optimizer.ahead[parameter]] if parameter in optimizer.ahead else []
             found[name] = sum(each.itemsize for each in tensors)
     return found
+
+
+def used_experts(model: Model) -> int:
+    """Return how many experts of a block a token uses."""
+    stacks = sum(each.numel() for each in model.parameters() if each.ndim == 3)
+    unused = (model.parameter_count - model.active_count) / max(stacks, 1)
+    return round(model.experts * (1 - unused))
 
 
 def norm_bytes(norm: nn.Module, b: int) -> int:
@@ -152,7 +159,7 @@ def block_bytes(model: Model, b: int, number: str, tp: int, cp: int) -> dict[str
     selective += mixed + model.width * b / tp
     full, working = model.width * b / tp, working + model.width * b
     if mixture is not None:
-        used, experts = mixture.router.used, len(mixture.router.weight)
+        used, experts = used_experts(model), model.experts
         within = next(mixture.experts.parameters()).shape[1]
         kept = used * (4 * within + 2 * model.width) * b
         none += (kept + 4 * (model.width + 2 * experts) + 48 * used) / tp

@@ -20,7 +20,6 @@ from torchmars.optim import MARS
 from torchmars.optim.matrices.agreement import multiplies_bfloat16
 from torchmars.optim.matrices.exchange import OwnerLoads
 from torchmars.parallel.checks import check_layout
-from torchmars.parallel.layout import describe_layout
 from torchmars.planning.memory import LayoutMemory, ModelCosts, RankMemory
 from torchmars.planning.traffic import Sent, groups_of, owners_of, traffic_of
 from torchmars.records.gpus import GIB, GPUS
@@ -61,20 +60,20 @@ class Plan:
         `config` has resolved dtypes. Raises `UserError` if it does not divide.
         """
         device = PLANNED if per_node else "cpu"
-        self.costs, self.whole, self.world_size = costs, costs.model, world_size
-        self.per_node, self.data = per_node, data
+        self.costs, self.whole, self.data = costs, costs.model, data
+        self.world_size, self.per_node = world_size, per_node
         self.degrees = config.parallelism.degrees(world_size)
         check_layout(config, self.degrees, self.whole)
         self.config = resolve_compile(config, torch.device(device), True, self.degrees.tp, None)
-        self.layout = describe_layout(self.degrees, device)
-        """In words."""
         self.memory = LayoutMemory(costs, self.config, self.degrees, device)
         self.ranks = self.memory.ranks
         """The memory of each rank of a pipeline, or of the only one."""
-        self.microbatches = config.training.microbatches(
-            self.degrees.data, config.parallelism.stages
-        )
+
+    @property
+    def microbatches(self) -> tuple[int, int]:
         """Sequences of a microbatch, and microbatches of a step."""
+        stages = self.config.parallelism.stages
+        return self.config.training.microbatches(self.degrees.data, stages)
 
     @property
     def largest(self) -> RankMemory:
@@ -98,11 +97,6 @@ class Plan:
         """The optimizer of the whole model, without memory."""
         assert self.costs.optimizer is not None
         return self.costs.optimizer
-
-    @property
-    def tokens_per_parameter(self) -> float:
-        """Tokens of the whole run for each parameter that a token uses."""
-        return self.config.training.tokens / self.whole.active_count
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -130,12 +124,9 @@ class Plan:
         (p - 1) / (n + p - 1) if all stages cost the same: Narayanan et al. 2021, arXiv 2104.04473,
         section 2.2. More if a rank has more to do.
         """
-        pp, loads = self.degrees.pp, [0.0] * self.degrees.pp
-        for rank, stages in enumerate(self.memory.own):
-            parts = [self.memory.parts[stage] for stage in stages]
-            head = parts[-1].last * self.costs.head_in_blocks
-            loads[rank] = sum(len(part.blocks) for part in parts) + head
-        rounds = self.microbatches[1] * len(self.memory.own[0])
+        pp, rounds = self.degrees.pp, self.microbatches[1] * len(self.memory.own[0])
+        loads = [float(sum(map(len, rank.stages.values()))) for rank in self.ranks]
+        loads[-1] += self.costs.head_in_blocks  # the last stage is the last rank's
         return 1 - sum(loads) / pp / max(loads) * rounds / (rounds + pp - 1)
 
     @cached_property
@@ -195,18 +186,6 @@ class Plan:
     def largest_load(self) -> int:
         """The largest orthogonalisation work of a rank, in FLOPs."""
         return sum(max(loads.values()) for loads in self.owner_loads.values())
-
-    @property
-    def imbalance(self) -> float:
-        """The largest over the mean orthogonalisation work of a rank."""
-        sets = self.owner_loads.values()
-        return self.largest_load / sum(sum(loads.values()) / len(loads) for loads in sets)
-
-    @property
-    def owner_share(self) -> float:
-        """The largest orthogonalisation work of a rank over its forward and backward passes'."""
-        flops = self.flops_per_token * self.config.training.tokens_per_step
-        return self.largest_load * self.world_size / flops
 
     @property
     def seconds(self) -> float | None:

@@ -9,6 +9,7 @@ from torchmars.core.console import labelled
 from torchmars.core.tables import table
 from torchmars.core.words import counted, duration
 from torchmars.models.base import factors_of
+from torchmars.parallel.layout import describe_layout
 from torchmars.planning.plan import GPU, MEMORY, SPEEDS, Plan
 from torchmars.planning.traffic import axes_of
 from torchmars.records.gpus import GIB
@@ -41,7 +42,8 @@ def plan_in_words(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
     if sizes:
         fewest = f"{sizes.ranks[0]} ranks, the fewest: memory is the tightest there"
         lines = [*sizes.in_words(), *labelled("planned", fewest)]
-    lines += summary(plan.config, plan.layout, plan.degrees.data, plan.whole, plan.optimizer)
+    layout = describe_layout(plan.degrees, plan.memory.device)
+    lines += summary(plan.config, layout, plan.degrees.data, plan.whole, plan.optimizer)
     sections = {
         "transfer": transferred(plan),
         "memory": memory(plan),
@@ -166,10 +168,12 @@ def owners(plan: Plan) -> list[str]:
         return ["none: no rule of this run orthogonalises matrices"]
     ranks = {rank for each in loads.values() for rank in each}
     busy = {rank for each in loads.values() for rank, load in each.items() if load}
+    mean = sum(sum(each.values()) / len(each) for each in loads.values())
+    flops = plan.flops_per_token * plan.config.training.tokens_per_step / plan.world_size
     return [
-        f"largest over mean orthogonalisation work of a rank: {plan.imbalance:.2f}; "
+        f"largest over mean orthogonalisation work of a rank: {plan.largest_load / mean:.2f}; "
         f"{len(ranks - busy)} of {counted(len(ranks), 'rank')} own no matrix",
-        f"the largest is {plan.owner_share:.1%} of a rank's forward and backward FLOPs",
+        f"the largest is {plan.largest_load / flops:.1%} of a rank's forward and backward FLOPs",
     ]
 
 
@@ -178,9 +182,10 @@ def tokens(plan: Plan) -> list[str]:
     training, missing = plan.config.training, f"{plan.config.data.path} is not prepared yet"
     epochs = [f"{epochs:.2f} epochs of {path}" for path, epochs in plan.epochs.items()]
     parameter = "active parameter" if plan.whole.experts else "parameter"
+    of_each = training.tokens / plan.whole.active_count
     return [
         f"{training.tokens_per_step:,} a step, {training.tokens:,} to the end: "
-        f"{plan.tokens_per_parameter:.1f} for each {parameter}; {', '.join(epochs) or missing}",
+        f"{of_each:.1f} for each {parameter}; {', '.join(epochs) or missing}",
         f"{plan.flops_per_token * training.tokens:.2e} FLOPs",
     ]
 

@@ -176,8 +176,7 @@ def of_layers(memory: LayoutMemory, part: Part) -> Iterator[Kind]:
         count, width = blocks * every * (forward + 1), model.mixed_width + model.kept_width
         yield "all-to-all", "cp", 4 * count, count * entry * width / tp
     for mixture in mixtures:
-        used, numbers = mixture.router.used, 8 * len(mixture.router.weight)
-        rows = (2 * forward + 2) * entry * used * model.width / tp
+        rows, numbers = (2 * forward + 2) * entry * costs.used * model.width / tp, 8 * model.experts
         yield "all-to-all", "ep", every * (3 * forward + 2), every * (rows + forward * numbers)
         yield "all-reduce", "stage", mixture is mixtures[0], numbers
 
@@ -204,7 +203,7 @@ def owners_of(
     It is the first of a stage, which has `weights`. Entries of matrices travel in `itemsize` bytes.
     """
     loads: OwnerLoads = {}
-    sent: list[Sent] = []
+    sent: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for group in optimizer.param_groups:
         if not isinstance(RULES[group["rule"]], MatrixRule):
             continue
@@ -227,16 +226,23 @@ def owners_of(
             stacks, parts = zip(*(shape.as_stack(each) for shape, each in zip(shapes, extents)))
             of_ranks = loads.setdefault(tuple(sorted(place.ranks)), {})
             for planned in plan_buckets(stacks, parts, flops, place.ranks, of_ranks):
-                sent += of_bucket(rank_bucket(planned, parts, place), rows, itemsize)
-    return loads, sent
+                for kind, times, elements in of_bucket(rank_bucket(planned, parts, place), rows):
+                    count, size = sent.get(kind, (0, 0))
+                    sent[kind] = count + times, size + itemsize * elements
+    return loads, [Sent(OPTIMIZER, *kind, *found) for kind, found in sent.items()]
 
 
-def of_bucket(bucket: Bucket, rows: list[list[int]], itemsize: int) -> Iterator[Sent]:
-    """Yield what the first rank sends of a bucket of matrices; `rows` are each replica's ranks."""
-    replicas = [row[0] for row in rows]
+def of_bucket(
+    bucket: Bucket, rows: list[list[int]]
+) -> Iterator[tuple[tuple[str, tuple[int, ...]], int, int]]:
+    """Yield the operations for a bucket of matrices, how often, and what the first rank sends.
+
+    `rows` has the ranks of each replica.
+    """
+    replicas = tuple(row[0] for row in rows)
     if not bucket.home and len(rows[0]) > 1:
         elements = sum(bucket.outgoing.elements[1:]) + sum(bucket.incoming.elements[1:])
-        yield Sent(OPTIMIZER, "all-to-all", rows[0], 2, itemsize * elements)
+        yield ("all-to-all", tuple(rows[0])), 2, elements
     if len(replicas) > 1:
         most = max(sum(block.numel for block in blocks) for blocks in bucket.by_replica)
-        yield Sent(OPTIMIZER, "all-gather", replicas, 1, itemsize * most * (len(replicas) - 1))
+        yield ("all-gather", replicas), 1, most * (len(replicas) - 1)
