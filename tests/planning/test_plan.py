@@ -134,10 +134,8 @@ def test_the_bubble_of_stages(tmp_path, schedule, stages):
         parallelism={"pp": 4, "pp_schedule": schedule, "pp_blocks": [16 // stages] * stages},
     )
     plan = planned(tables, 4, 4)
-    rounds = 16 * stages / 4
-    idle = 16 / 4 / (4 + plan.costs.head_in_blocks) + plan.costs.head_in_blocks / 4 / (
-        4 + plan.costs.head_in_blocks
-    )
+    head, rounds = plan.costs.head_in_blocks, plan.microbatches[1] * stages / 4
+    idle = (16 + head) / 4 / (4 + head)
     assert plan.bubble == pytest.approx(1 - idle * rounds / (rounds + 3))
 
 
