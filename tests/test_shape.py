@@ -13,27 +13,27 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 50, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 38_138
+IN_ALL = 37_320
 OF_ROOMS = {
     "benchmark": 150,
-    "checkpoint": 2_450,
+    "checkpoint": 2_440,
     "cluster": 3_330,
-    "commands": 1_720,
+    "commands": 1_710,
     "comparison": 1_760,
     "config": 3_150,
     "core": 2_062,
-    "data": 3_605,
+    "data": 3_600,
     "evaluation": 548,
     "exchange": 2_732,
-    "models": 1_910,
+    "models": 1_906,
     "optim": 5_200,
-    "parallel": 2_960,
-    "planning": 2_170,
+    "parallel": 2_955,
+    "planning": 1_346,
     "records": 970,
     "reports": 600,
     "storage": 660,
-    "top level": 660,
-    "training": 1_600,
+    "top level": 650,
+    "training": 1_610,
 }
 OURS = {"torchmars", *sys.stdlib_module_names}
 

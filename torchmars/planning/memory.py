@@ -202,7 +202,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class Part:
+class Stage:
     """A stage of a pipeline, or the whole model, on a rank."""
 
     first: bool
@@ -270,7 +270,7 @@ class LayoutMemory:
         gathered = self.degrees.cp if self.parallelism.cp_method == "all-gather" else 1
         return self.costs.kept(self.costs.kinds[block], self.degrees.tp, gathered)
 
-    def part(self, blocks: range, first: bool, last: bool) -> Part:
+    def part(self, blocks: range, first: bool, last: bool) -> Stage:
         """Return a stage that has these blocks."""
         costs, ep = self.costs, self.degrees.ep
         weights, sizes, dealt, kept, again = dict[str, Weight](), [], [], 0.0, 0.0
@@ -294,7 +294,7 @@ class LayoutMemory:
         every, weights = sum(units) + sum(ends), weights | embedding | head
         if cuts.is_one_unit(every * costs.itemsize, self.device, self.parallelism):
             units, ends = [], [every]
-        return Part(first, last, blocks, weights, units, dealt, ends, kept, again)
+        return Stage(first, last, blocks, weights, units, dealt, ends, kept, again)
 
     def loss(self) -> tuple[float, int]:
         """Return the bytes in work while the loss is computed, and of the head's gradient."""
@@ -332,7 +332,7 @@ class LayoutMemory:
             moment=worst[2],
         )
 
-    def moments(self, rank: int, parts: list[Part]) -> Iterator[tuple[float, float, str]]:
+    def moments(self, rank: int, parts: list[Stage]) -> Iterator[tuple[float, float, str]]:
         """Yield activations and gathered bytes at the moments that may be the worst."""
         gathered, held = self.entries(each for part in parts for each in part.weights.values())
         b, many, tied = self.costs.itemsize, self.microbatches > 1, self.costs.tied
@@ -361,7 +361,7 @@ class LayoutMemory:
         if part.last:
             yield kept + loss, before + at_loss, "the loss"
 
-    def gathered_units(self, part: Part, reduced: int) -> tuple[int, int]:
+    def gathered_units(self, part: Stage, reduced: int) -> tuple[int, int]:
         """Return what is gathered of units while the loss is computed, and the last block's pass.
 
         FSDP has a unit and the next one, and until another follows also the buffers of the last

@@ -79,32 +79,25 @@ def preset_page(preset: Preset) -> list[str]:
     size, accumulated = training.microbatches(
         config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
     )
+    origin, name = f"{preset.origin}: {preset.origin_text}", preset.name
+    windows = f"{training.global_batch_size} x {training.seq_len} tokens a step"
+    read = f"{short(training.tokens)} tokens of {config.data.source}"
+    warmup = f"{counted(schedule.warmup_steps, 'step')} of warmup, min_lr {schedule.min_lr}"
+    hours = f"about {training.steps * seconds / 3600:,.0f} hours, {seconds:.2f} s a step"
+    here = f"here {accumulated} x {counted(size, 'sequence')} on each data-parallel rank"
     sections = {
-        "preset": [preset.name],
+        "preset": [name],
         "files": [" ".join(preset.files)],
         "model": [f"{model.parameter_count:,} parameters: {model.describe()}"],
-        "batch": [
-            f"{training.global_batch_size} x {training.seq_len} tokens a step, "
-            f"{counted(training.steps, 'step')}, {short(training.tokens)} tokens of "
-            f"{config.data.source}"
-        ],
+        "batch": [f"{windows}, {counted(training.steps, 'step')}, {read}"],
         "optimizer": [f"{optimizer.name}{mode}: {', '.join(shown)}"],
-        "schedule": [
-            f"{schedule.name}, {counted(schedule.warmup_steps, 'step')} of warmup, "
-            f"min_lr {schedule.min_lr}"
-        ],
-        "settings": [f"{preset.origin}: {preset.origin_text}"],
+        "schedule": [f"{schedule.name}, {warmup}"],
+        "settings": [origin],
         "result": [preset.result or "none published"],
-        "GPUs": [
-            f"{preset.gpus}, {preset.layout}",
-            f"here {accumulated} x {counted(size, 'sequence')} on each data-parallel rank",
-        ],
-        "time": [
-            f"about {training.steps * seconds / 3600:,.0f} hours, {seconds:.2f} s a step",
-            HOURS,
-        ],
+        "GPUs": [f"{preset.gpus}, {preset.layout}", here],
+        "time": [hours, HOURS],
         "notes": list(preset.notes),
         "sources": [f"[{number}] {text}" for number, text in enumerate(preset.references, 1)],
-        "start": [f"CONFIG_FILE={preset.name} ./run_train.sh"],
+        "start": [f"CONFIG_FILE={name} ./run_train.sh"],
     }
-    return [line for name, section in sections.items() for line in labelled(name, *section)]
+    return [line for title, section in sections.items() for line in labelled(title, *section)]

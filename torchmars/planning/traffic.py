@@ -22,7 +22,7 @@ from torchmars.optim.matrices.shapes import MatrixShape, extents_of_shards
 from torchmars.optim.meshes import MeshPlace, ranks_along
 from torchmars.optim.rules import RULES, MatrixRule
 from torchmars.optim.settings import CUT
-from torchmars.planning.memory import ROWS, LayoutMemory, Part, Weight, Weights, entries_of
+from torchmars.planning.memory import ROWS, LayoutMemory, Stage, Weight, Weights, entries_of
 
 PASSES, OPTIMIZER = "forward and backward", "optimizer"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # from the outermost to the innermost
@@ -101,7 +101,7 @@ def microbatches_of(memory: LayoutMemory) -> tuple[int, int]:
     return memory.microbatches * passes, passes
 
 
-def of_weights(memory: LayoutMemory, part: Part) -> Iterator[Kind]:
+def of_weights(memory: LayoutMemory, part: Stage) -> Iterator[Kind]:
     """Yield what FSDP sends of the weights of a part, and of their gradients."""
     if memory.alone:
         return
@@ -136,7 +136,7 @@ def of_stage(memory: LayoutMemory, number: int) -> Iterator[Kind]:
         yield "send", "pp", passes, passes * 4 * table
 
 
-def of_layers(memory: LayoutMemory, part: Part) -> Iterator[Kind]:
+def of_layers(memory: LayoutMemory, part: Stage) -> Iterator[Kind]:
     """Yield what the layers of a part wait for."""
     costs, (_, _, _, cp, tp, ep) = memory.costs, memory.degrees
     model, every, blocks = costs.model, microbatches_of(memory)[0], len(part.blocks)
