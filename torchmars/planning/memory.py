@@ -136,7 +136,7 @@ def block_bytes(model: Model, b: int, number: str, tp: int, cp: int) -> dict[str
             width = len(weight) * (heads if len(weight) == model.head_width else 1)
             none += width * norm_bytes(module, b) / tp
             continue
-        outs, ins = weight.shape
+        outs, ins = weight.flatten(1).shape
         cut = cuts.cut_of(f"blocks.{number}.{name}", model.cuts)
         place, share = (parent, ins, cut == "columns"), 1 if cut in ROWS else 1 / tp
         inputs[place] = max(inputs.get(place, 0.0), ins * b * share)
@@ -232,11 +232,9 @@ class LayoutMemory:
         self.mode = config.activation_checkpoint.mode
         size, self.microbatches = training.microbatches(degrees.data, self.parallelism.stages)
         self.tokens = size * training.seq_len // degrees.cp
-        dtype = torch.bfloat16 if costs.itemsize == 2 else torch.float32
-        masked = not has_kernel(device, dtype, costs.model.dropout)
-        self.mask = (
-            size * training.seq_len**2 * costs.itemsize * masked * (config.data.separate_documents)
-        )
+        kernel = has_kernel(device, getattr(torch, training.dtype), costs.model.dropout)
+        masked = config.data.separate_documents and not kernel
+        self.mask = size * training.seq_len**2 * costs.itemsize * masked
         """Bytes of the mask that keeps documents apart, where no kernel does."""
         self.hidden = self.tokens // degrees.tp * costs.model.width * costs.itemsize
         """Bytes of a microbatch's hidden states between blocks."""
@@ -305,9 +303,8 @@ class LayoutMemory:
         head = self.rows * model.width
         sums = head * (b if self.chunks == 1 else 4 + b * (b < 4))  # of chunks, in float32
         hidden = model.width * (2 * b + (b + norm_bytes(model.norm, b)) / self.degrees.tp)
-        return math.ceil(
-            tokens / self.chunks
-        ) * self.rows * logit + sums + tokens * hidden, head * b
+        chunk = math.ceil(tokens / self.chunks) * self.rows
+        return chunk * logit + sums + tokens * hidden, head * b
 
     def rank(self, rank: int) -> RankMemory:
         """Return the memory of a rank of the pipeline."""
@@ -345,7 +342,8 @@ class LayoutMemory:
             at_loss = at_block = b * gathered * (b < 4)  # copies
             yield at_loss, at_loss + 4 * gathered, "the end of the backward pass"
         else:
-            if self.parallelism.blocks_reshard(self.degrees.dp_shard * self.degrees.cp):
+            shards = self.degrees.dp_shard * self.degrees.cp
+            if self.degrees.pp == 1 and self.parallelism.blocks_reshard(shards):
                 (part,), still = parts, 0
                 at_loss, at_block = self.gathered_units(part, reduced)
                 unit = 2 * b * (part.units or part.ends)[-1]  # with the buffer of its exchange
