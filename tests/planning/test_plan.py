@@ -328,6 +328,7 @@ def test_the_command(tmp_path):
         "none: no rule of this run",
         "512 a step, 10,240 to the end",
         "is not prepared yet",
+        "the peak is in ",
     ):
         assert part in out
     code, out, err = run_command("plan", [str(config), "--world-size", "5"], tmp_path)
