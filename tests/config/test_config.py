@@ -315,7 +315,7 @@ def test_batch_and_layout_that_do_not_divide_are_refused_with_the_numbers():
         training.microbatches(5)
     parallelism = dataclasses.replace(config.parallelism, dp_replicate=2)
     assert parallelism.degrees(8) == Degrees(dp_replicate=2, dp_shard=4)
-    with pytest.raises(UserError, match="dp_replicate = 2 .* does not make 5 ranks"):
+    with pytest.raises(UserError, match="dp_replicate = 2.* does not divide 5 ranks"):
         parallelism.degrees(5)
     parallelism = dataclasses.replace(parallelism, dp_shard=3)
     with pytest.raises(UserError, match="dp_shard = 3 does not make 8 ranks"):

@@ -91,7 +91,7 @@ def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
             {"tp": 2, "training": {"float8": FLOAT8}},
             "float8 does not go with parallelism.tp = 2",
         ),
-        (4, {"tp": 3}, "tp = 3 times parallelism.dp_shard = 1 does not make 4 ranks"),
+        (4, {"tp": 3}, "parallelism.tp = 3 does not divide 4 ranks"),
     ],
 )
 def test_what_does_not_fit_is_named(ranks, settings, message):

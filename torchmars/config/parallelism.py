@@ -128,12 +128,13 @@ class ParallelismConfig:
         product = self.dp_replicate * self.cp * self.tp * self.pp
         shard = world_size // product if self.dp_shard == -1 else self.dp_shard
         given = {name: size for name, size in others.items() if size > 1}
-        named = " times ".join(
-            f"parallelism.{name} = {size}" for name, size in (given | {"dp_shard": shard}).items()
-        )
+        given |= {} if self.dp_shard == -1 else {"dp_shard": shard}
+        named = " times ".join(f"parallelism.{name} = {size}" for name, size in given.items())
+        fails = "divide" if self.dp_shard == -1 else "make"
         require(
             product * shard == world_size,
-            f"{named} does not make {world_size} ranks: change them or the number of ranks (NGPU)",
+            f"{named} does not {fails} {counted(world_size, 'rank')}: change them or the number of "
+            "ranks (NGPU)",
         )
         inner = shard * self.cp * self.tp
         require(
