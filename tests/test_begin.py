@@ -91,8 +91,8 @@ def test_the_script_before_the_installation_is_one_line(bare, tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
         f"error: no Python here has torchmars: python3 -m venv {project}/.venv && "
-        f"{project}/.venv/bin/pip install -e {project} -c {project}/constraints.txt makes one that "
-        "this script finds, or activate the environment that has torchmars\n"
+        f"{project}/.venv/bin/pip install -e {project} makes one that this script finds, or "
+        "install it, or activate the environment that has torchmars\n"
     )
     ended = bare(script, folder=ROOT)  # where Python finds it, but not what it needs
     assert ended.returncode == 2 and ended.stderr.startswith("error: no Python here has torchmars")
@@ -100,7 +100,7 @@ def test_the_script_before_the_installation_is_one_line(bare, tmp_path):
     for name in ("bash", "dirname"):
         (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
     ended = bare(script, PATH=str(tmp_path / "bin"))
-    assert ended.returncode == 2 and ended.stderr.startswith("error: there is no python on the ")
+    assert ended.returncode == 2 and ended.stderr.startswith("error: no Python here has torchmars")
 
 
 def test_what_is_missing_is_installed_from_the_clone_or_by_its_own_name(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ OPTIONAL = {
 }
 RANK = """
 from torchmars.train import main
-from torchmars.cluster import connection, startup
+from torchmars.cluster import connection
 from torchmars.training import trainer
 """
 LAUNCHER = """

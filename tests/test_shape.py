@@ -13,15 +13,15 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 50, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 37_320
+IN_ALL = 36_510
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
-    "cluster": 3_330,
-    "commands": 1_710,
+    "cluster": 2_554,
+    "commands": 1_692,
     "comparison": 1_760,
     "config": 3_150,
-    "core": 2_062,
+    "core": 2_052,
     "data": 3_600,
     "evaluation": 548,
     "exchange": 2_732,
@@ -33,7 +33,7 @@ OF_ROOMS = {
     "reports": 600,
     "storage": 660,
     "top level": 650,
-    "training": 1_605,
+    "training": 1_588,
 }
 OURS = {"torchmars", *sys.stdlib_module_names}
 

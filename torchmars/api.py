@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.cluster import connection, process
-from torchmars.cluster.callers import start_launcher
 from torchmars.cluster.environment import keep_compiled_in
+from torchmars.cluster.process import start_launcher
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.config.load import config_of, config_text, sources_of

@@ -13,7 +13,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchmars.cluster import process
 from torchmars.cluster.environment import keep_compiled_in
-from torchmars.cluster.signals import follow_launcher
 from torchmars.config.load import load_config, require_config
 from torchmars.core.errors import (
     EXIT_INTERRUPTED,
@@ -38,7 +37,7 @@ LEAVE_SECONDS = 60.0
 @record
 def main() -> None:
     """Train, or continue, the run of the command line's config; end the process."""
-    follow_launcher()
+    process.follow_launcher()
     # A mistake that one machine alone may find: its launcher must end the others.
     with exit_on_user_error(quiet=os.environ.get("LOCAL_RANK", "0") != "0"):
         process.check_variables()
@@ -46,7 +45,7 @@ def main() -> None:
         require_config(sys.argv[1:])
         process.check_devices()
         keep_compiled_in(config.run.compile_cache)
-        from torchmars.cluster import connection, startup  # they bring torch's compiler
+        from torchmars.cluster import connection  # it brings torch's compiler
         from torchmars.training.build import apply_determinism, build_trainer
 
         apply_determinism(config.training)
@@ -54,10 +53,8 @@ def main() -> None:
     try:
         # One rank alone may leave: as a crash, so that the launcher ends the others.
         with exit_on_user_error(quiet=process.rank() != 0), no_exit(RuntimeError):
-            store = connection.open_store()
-            cluster = startup.check_ranks(config, store)
-            layout = connection.start(config.parallelism, store)
-            if cluster:
+            layout = connection.start(config.parallelism)
+            if cluster := connection.check_ranks(config, layout):
                 layout.say(cluster)
             code = build_trainer(config, layout).run()
     # The other ranks may wait for this one in a collective of NCCL: leaving the process group would

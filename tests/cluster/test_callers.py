@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from torchmars.cluster import callers
-from torchmars.cluster.callers import CALLER, follow_caller, found_as_here
+from torchmars.cluster import process
+from torchmars.cluster.process import CALLER, follow_caller, found_as_here
 
 LAUNCHER = """
 import os, signal, sys, time
-from torchmars.cluster.callers import follow_caller
+from torchmars.cluster.process import follow_caller
 
 def end(number, frame):
     print("told to save", flush=True)
@@ -28,13 +28,13 @@ time.sleep(600)
 """
 CALLER_PROGRAM = f"""
 import os, subprocess, sys, time
-from torchmars.cluster import callers
+from torchmars.cluster import process
 
 real, program = subprocess.Popen, {LAUNCHER!r}
-callers.subprocess.Popen = lambda command, **options: real(
+process.subprocess.Popen = lambda command, **options: real(
     [sys.executable, "-c", program], stdin=0, **options
 )
-callers.start_launcher(["config.toml"], os.environ)
+process.start_launcher(["config.toml"], os.environ)
 time.sleep(600)
 """
 
@@ -72,7 +72,7 @@ def test_a_launcher_whose_caller_is_killed_is_told_to_save(early):
 def test_a_process_finds_this_package_and_nothing_of_the_current_folder(
     monkeypatch, root, paths, found
 ):
-    monkeypatch.setattr(callers, "ROOT", Path(root))
+    monkeypatch.setattr(process, "ROOT", Path(root))
     assert found_as_here({"PYTHONPATH": paths}) == {"PYTHONPATH": found, "PYTHONSAFEPATH": "1"}
 
 

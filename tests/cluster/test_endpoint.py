@@ -7,13 +7,17 @@ import socket
 import psutil
 import pytest
 
-from tests.support.machines import free_endpoint
-from torchmars.cluster import connection, process
-from torchmars.cluster.endpoint import find_endpoint, interface_of, local_address
+from torchmars.cluster import connection
+from torchmars.cluster.endpoint import (
+    find_store,
+    interface_of,
+    is_private,
+    local_address,
+)
 from torchmars.cluster.environment import read_environment
-from torchmars.cluster.ports import job_port
-from torchmars.cluster.rendezvous import Checked
-from torchmars.cluster.scheduler import JOB_ENDPOINT
+from torchmars.cluster.rendezvous import Machines, Self
+from torchmars.cluster.scheduler import can_listen, job_port
+from torchmars.cluster.sizes import MinMax, UsableSizes
 from torchmars.core.errors import NotMet, UserError
 
 
@@ -27,7 +31,11 @@ def test_the_interface_of_an_address():
 
 
 def test_a_loopback_address_is_none_that_others_know():
-    assert local_address("127.0.0.1", 80) is None
+    assert local_address("127.0.0.1", 80) == "127.0.0.1"
+    private = ["127.0.0.1:80", "localhost:80", "[::1]:80"]
+    assert [is_private(each) for each in [*private, "10.0.0.1:80", "a-name:80"]] == [True] * 3 + [
+        False
+    ] * 2
 
 
 JOB = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH"}
@@ -36,48 +44,39 @@ JOB = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH"}
 @pytest.fixture
 def variables(monkeypatch):
     """Set variables of the environment, and none else that tells of a rendezvous."""
-    for name in ("RDZV_ENDPOINT", JOB_ENDPOINT, "NODE_RANK", "GLOO_SOCKET_IFNAME", *JOB):
+    for name in ("RDZV_ENDPOINT", "NODE_RANK", "GLOO_SOCKET_IFNAME", *JOB):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RDZV_TIMEOUT", "1")
     return lambda values: [monkeypatch.setenv(*each) for each in values.items()]
 
 
-@pytest.mark.parametrize("number", ["0", "1"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "203.0.113.77", "nowhere.invalid"])
-@pytest.mark.parametrize(
-    "source,named",
-    [
-        ("RDZV_ENDPOINT", "RDZV_ENDPOINT = {}"),
-        (JOB_ENDPOINT, "the job's own rendezvous {}"),
-        ("", "--rdzv-endpoint = {}"),
-    ],
-)
-def test_an_error_names_where_the_endpoint_comes_from(variables, number, host, source, named):
-    """And what nobody has set is not blamed."""
+@pytest.mark.parametrize("job", [{}, JOB])
+def test_an_endpoint_that_cannot_be_is_a_line(variables, host, job):
+    """In a job a port that is taken may be free at the next start."""
     with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))  # nobody listens there
+        other.bind(("127.0.0.1", 0))
+        other.listen()
         endpoint = f"{host}:{other.getsockname()[1]}"
-        if number == "0":
-            other.listen()
-        variables({"NODE_RANK": number})
-        if source == JOB_ENDPOINT:
-            variables({JOB_ENDPOINT: endpoint, "RDZV_ENDPOINT": endpoint, **JOB})
-        elif source:
-            variables({source: endpoint})
+        variables({"NODE_RANK": "0", **job})
         with pytest.raises(UserError) as caught:
-            find_endpoint(endpoint)
+            find_store(endpoint)
     said = str(caught.value)
-    assert named.format(endpoint) in said and "NODE_RANK" not in said and "NNODES" not in said
-    assert source == "RDZV_ENDPOINT" or "RDZV_ENDPOINT" not in said.partition(": ")[0]
-    again = source == JOB_ENDPOINT and (number == "1" or host == "127.0.0.1")
-    assert isinstance(caught.value, NotMet) == (again and host != "nowhere.invalid")
+    assert f"RDZV_ENDPOINT = {endpoint}" in said and "NNODES" not in said
+    assert isinstance(caught.value, NotMet) == (bool(job) and host == "127.0.0.1")
 
 
-def test_a_machine_of_an_elastic_run_that_finds_nobody_may_be_started_again(variables):
-    with free_endpoint() as endpoint:
-        variables({"NODE_RANK": "1", "RDZV_ENDPOINT": endpoint, process.FEWEST: "8"})
-        with pytest.raises(NotMet, match="nobody is at RDZV_ENDPOINT"):
-            find_endpoint(endpoint)
+@pytest.mark.skipif(not can_listen("::1", 0), reason="needs IPv6")
+def test_an_endpoint_of_ipv6_is_written_as_in_urls(variables):
+    variables({})
+    with socket.socket(socket.AF_INET6) as opened:
+        opened.bind(("::1", 0))
+        port = opened.getsockname()[1]
+    connect, holds, address = find_store(f"[::1]:{port}")
+    store = connect()
+    store.set("a", "b")
+    other, held, _ = find_store(f"[::1]:{port}")
+    assert (holds, held, address) == (True, False, "::1") and other().get("a") == b"b"
 
 
 def test_the_port_of_a_job_is_the_next_that_is_free():
@@ -104,8 +103,11 @@ def test_a_job_whose_number_is_high_has_a_port_below_those_that_systems_give_awa
 def test_a_token_of_any_bytes_signs_and_no_error_repeats_it():
     token = os.fsdecode(b"\xff\xfe secret")
     assert read_environment({"RDZV_TOKEN": token}).RDZV_TOKEN == token
-    state = Checked(None, "run", token).signed(b"state")
-    assert Checked(None, "run", token).signed(b"state") == state and b"secret" not in state
+    sizes = UsableSizes(MinMax(1, 1), [1], 1, 1, None)
+    machine = Machines("run", Self("a", "127.0.0.1", sizes, 60.0, secret=token))
+    sealed = machine._sealed("key", "text")
+    assert machine._opened("key", sealed.encode()) == "text" and "secret" not in sealed
+    machine.left = True
 
 
 def test_a_process_that_goes_on_has_the_variables_that_it_had(monkeypatch):

@@ -1,6 +1,7 @@
 """How a rank ends that has failed: its error is told, whatever becomes of the others."""
 
 import os
+import re
 from pathlib import Path
 from socket import gethostname
 
@@ -8,7 +9,7 @@ from tests.support.commands import ROOT, Command
 from tests.support.ranks import context
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.cluster import watchdog
-from torchmars.cluster.hangs import was_blocked
+from torchmars.cluster.failures import has_hung
 from torchmars.config.load import config_from_tables
 from torchmars.records.events import EVENTS_FILE, read_events
 
@@ -41,7 +42,8 @@ def test_an_error_is_told_where_leaving_the_process_group_blocks(tmp_path):
     _, err = command.communicate(timeout=600)
     error = "ValueError: CUDA error: an illegal memory access was encountered"
     last = err.splitlines()[-1]
-    assert command.returncode == 1 and f"rank 1 on {gethostname()} failed first: {error}" in last
+    first = rf"rank 1 on {gethostname()} failed first, at ..:..:..: {error}"
+    assert command.returncode == 1 and re.search(first, last)
     folder = run_folder_of(tables)
     assert error in (folder / "logs" / "rank-00001.log").read_text()
     [failed] = [each for each in read_events(folder / EVENTS_FILE) if each.kind == "failed"]
@@ -63,9 +65,9 @@ def hang(folder):
     import ctypes
     import time
 
-    watchdog.GRACE_SECONDS, watchdog.REPORT_SECONDS = 1.0, 1.0
-    watchdog.recorded_collectives = lambda *unused: ctypes.PyDLL(None).sleep(1000)
-    with watchdog.Watchdog(folder, OneRank(), 0.5, "saves"):
+    watchdog.GRACE_SECONDS = 1.0
+    watchdog.flight_record = lambda *unused: ctypes.PyDLL(None).sleep(1000)
+    with watchdog.Watchdog(folder, OneRank(), 0.5):
         time.sleep(1000)
 
 
@@ -74,4 +76,4 @@ def test_a_watchdog_whose_report_blocks_still_ends_the_process(tmp_path):
     process.start()
     process.join(600)
     assert process.exitcode == 1  # of which the launcher makes 70:
-    assert was_blocked(Path(tmp_path / "hang"), 0, process.pid)
+    assert has_hung(Path(tmp_path / "hang"), 0, process.pid)

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from tests.support.commands import ROOT
-from torchmars.cluster import scheduler
-from torchmars.cluster.scheduler import of_elastic_job, requeue_without_script
+from tests.support.mistakes import mistake
+from torchmars.cluster.environment import read_environment
 
 # srun ends with $CODE, and so does the rendezvous of a job of several nodes. scontrol keeps the
 # state of the job, with its comment, in the file `job`.
@@ -65,32 +65,17 @@ def test_a_job_that_is_complete_or_mistaken_ends(end, code):
     assert not end(code)
 
 
-ELEMENT = {
-    "NNODES": "1:2",
-    "RDZV_ENDPOINT": "login:29400",
-    "SLURM_ARRAY_JOB_ID": "5",
-    "SLURM_ARRAY_TASK_ID": "3",
-}
+ELEMENT = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
 
 
 def test_a_job_of_an_array_comes_back_alone(end):
-    assert end(75, own=ELEMENT | {"INCOMPLETE": "75"}) == "5_3"
-    assert end(75, own=ELEMENT | {"NNODES": "1", "INCOMPLETE": "75"}) == "5_3"  # not a machine
+    assert end(75, own=ELEMENT) == "5_3"
     assert end(75) == "7"
 
 
 def test_the_variables_of_an_array_that_has_submitted_a_job_are_not_its_own(end):
     """sbatch hands them on: the job that has submitted this one would be put back."""
-    assert end(75, own=ELEMENT | {"INCOMPLETE": "75", "SHOWN": "8"}) == "7"
-
-
-def test_jobs_of_an_array_come_back_until_they_meet_the_others(end):
-    own = ELEMENT | {"INCOMPLETE": "75"}
-    assert [end(69, own=own) for _ in range(3)] == ["5_3"] * 3
-
-
-def test_a_job_of_an_array_whose_run_is_complete_starts_nothing(end):
-    assert not end(75, own=ELEMENT | {"INCOMPLETE": "0"}, leaves=0)
+    assert end(75, own=ELEMENT | {"SHOWN": "8"}) == "7"
 
 
 @pytest.mark.parametrize("code", [1, 69, 70])
@@ -167,41 +152,9 @@ def test_a_job_from_another_folder_finds_the_clone_of_its_script(
     assert ended.returncode == 2 and f"no Python here has torchmars{remedy}" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    "state,nodes,node,asked",
-    [
-        ("RUNNING", "n2", "n2", True),
-        ("RUNNING", "n1 n2", "n2", False),  # until SLURM notices
-        ("RUNNING", "n2", "n1", False),  # the node of the script
-        ("COMPLETING", "n2", "n2", False),  # cancelled
-    ],
-)
-def test_a_launcher_puts_back_a_job_that_has_lost_its_script(
-    tmp_path, monkeypatch, state, nodes, node, asked
-):
-    told = f"JobState={state} ReqNodeList=(null)\n NodeList={nodes.replace(' ', ',')} BatchHost=n1"
-    scripts = {
-        "scontrol": f"""
-echo "scontrol $@" >> called
-[ $1 != show ] || {{ [ $2 = job ] && echo '{told}' || echo $3 | tr , ' '; }}
-""",
-        "scancel": 'echo "scancel $@" >> called',
-    }
-    for name, script in scripts.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(scheduler, "UNNOTICED_SECONDS", 0.2)
-    monkeypatch.setattr(scheduler, "LOOK_SECONDS", 0.1)
-    job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": node, "SLURM_JOB_NUM_NODES": "2"}
-    requeue_without_script(job)
-    called = (tmp_path / "called").read_text()
-    back = "scontrol requeue 7\nscontrol update JobId=7 NumNodes=2\nscancel --state=RUNNING 7\n"
-    assert called.endswith(back) if asked else "requeue" not in called
-
-
-def test_only_a_job_of_changing_machines_outlives_its_script():
-    job = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH", "TORCHMARS_JOB_ENDPOINT": "n1:20007"}
-    assert of_elastic_job(job | {"NNODES": "2:4"})
-    assert not of_elastic_job(job | {"NNODES": "4"}) and not of_elastic_job({"NNODES": "2:4"})
+def test_a_job_of_several_parts_is_refused(monkeypatch):
+    """It would train on the first of them, without a word."""
+    job = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH", "SLURM_HET_SIZE": "2"}
+    said = mistake(read_environment, job | {"SLURM_JOB_NUM_NODES": "1"})
+    assert said.startswith("error: SLURM_HET_SIZE = 2: ")
+    assert not mistake(read_environment, job | {"ENVIRONMENT": ""})

@@ -7,36 +7,35 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed import DistNetworkError
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from torchmars.cluster import launcher
-from torchmars.cluster.logs import RankLogs, keep_apart
-from torchmars.commands.launch import parse_torchrun
+from torchmars.cluster.failures import RankLogs, keep_apart
+from torchmars.cluster.launcher import Job, RankLauncher
+from torchmars.cluster.rendezvous import Machines, Self
+from torchmars.cluster.sizes import MinMax, UsableSizes
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_STOPPED, EXIT_UNCONNECTED
-
-LOST = DistNetworkError("failed to recv, got 0 bytes\nframe #0: c10::Error::Error(...)")
 
 
 @pytest.fixture
 def ending(tmp_path, monkeypatch, capsys):
-    """Let a launcher end as torchrun raises, after a rank has left an exit code, or none has."""
+    """Let a launcher end by an error, after a rank has left an exit code, or none has."""
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
 
     def end(error, left=None):
-        def start(*config):
+        def meet():
+            made.starts = 1
+            made.exit_code_file.write_text("" if left is None else str(left))
             raise error
 
-        monkeypatch.setattr(rendezvous_handler_registry, "_registry", {})
         logs = RankLogs(tmp_path / "logs", tmp_path, {0})
-        logs.launch = "n1-1234"
-        logs.exit_code_file.write_text("" if left is None else str(left))
-        args = parse_torchrun(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "script"])
-        code = launcher.launch(
-            args, logs, tmp_path / "hang", 0, lambda failure: None, lambda: 0, start
-        )
+        own = Self("n1", "127.0.0.1", UsableSizes(MinMax(1, 1), [1], 1, 1, None), 60.0)
+        job = Job([], 1, "n1:29400", logs, tmp_path / "hang", 0, lambda: 0, print)
+        made = RankLauncher(job, Machines("run", own))
+        made.meeting.next_rendezvous = meet
+        code = made.run()
         out, err = capsys.readouterr()
         return code, out + err
 
@@ -44,23 +43,28 @@ def ending(tmp_path, monkeypatch, capsys):
 
 
 def test_a_launcher_whose_ranks_have_saved_says_what_it_has_lost(ending):
-    code, said = ending(LOST, EXIT_STOPPED)
+    lost = RendezvousConnectionError("failed to recv, got 0 bytes\nframe #0: c10::Error")
+    code, said = ending(lost, EXIT_STOPPED)
     assert code == EXIT_STOPPED and said == (
         "stopped   and saved: n1 has lost the other machines (failed to recv, got 0 bytes); "
         "the same command resumes\n"
     )
-    assert ending(LOST, 0) == (0, "")  # where the run is complete, the other machine is just done
-    assert ending(LOST) == (
+    assert ending(lost, 0) == (0, "")  # where the run is complete, the other machine is just done
+    assert ending(lost) == (
         EXIT_UNCONNECTED,
         "error: n1 has lost the other machines: failed to recv, got 0 bytes\n",
     )
 
 
 def test_a_signal_before_any_rank_could_save_is_one_line(ending):
-    stopped = SignalException("death signal", signal.SIGINT)
     line = "stopped   by SIGINT before it could save; the same command resumes\n"
-    assert ending(stopped) == (130, line)
-    assert ending(stopped, EXIT_STOPPED) == (EXIT_STOPPED, "")  # the rank has said so
+    assert ending(SignalException("ended", signal.SIGINT)) == (130, line)
+
+
+def test_an_error_of_a_launcher_is_one_line(ending):
+    code, said = ending(OSError(24, "Too many open files"))
+    line = "error: the launcher on n1 failed: OSError: [Errno 24] Too many open files\n"
+    assert code == 1 and said.endswith(line)
 
 
 def test_what_torch_prints_in_a_launcher_is_kept_in_a_file(tmp_path, monkeypatch, capfd):

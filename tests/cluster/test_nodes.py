@@ -88,7 +88,7 @@ def test_two_machines_with_a_network_between_them_train_as_one(config, tmp_path,
     ]
     outs = [node.communicate(timeout=SECONDS) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outs
-    assert "cluster   2 machines (n1, n2), 2 ranks on each: 4 x cpu; clocks within" in outs[0][0]
+    assert "cluster   2 machines (n1, n2), 2 ranks on each: 4 x cpu" in outs[0][0]
     straight = tiny_tables(tmp_path, run={"name": "straight"}, training={"steps": 8})
     train(4, straight)
     assert metrics(tiny_tables(tmp_path)) == metrics(straight)
@@ -102,7 +102,7 @@ IMPATIENT = {"NNODES": "2", "RDZV_TIMEOUT": "5"}
     "environment,message",
     [
         pytest.param({"NODE_RANK": "0"}, "the 2 machines did not meet at 127.0.0.1:", marks=FULL),
-        pytest.param({"NODE_RANK": "1"}, "nobody is at RDZV_ENDPOINT = 127.0.0.1:", marks=FULL),
+        pytest.param({"NODE_RANK": "1"}, "the 2 machines did not meet at 127.0.0.1:", marks=FULL),
         ({"RDZV_ENDPOINT": "nowhere.invalid:29400"}, "RDZV_ENDPOINT = nowhere.invalid:29400: "),
         ({"RDZV_ENDPOINT": "29400"}, "RDZV_ENDPOINT must be HOST:PORT"),
         ({"RDZV_ENDPOINT": ""}, "NNODES = 2 needs RDZV_ENDPOINT=HOST:PORT"),
@@ -122,7 +122,7 @@ def test_machines_that_cannot_meet_say_so_in_a_line(config, environment, message
     "number,message",
     [
         ("0", " is taken: choose another one"),
-        pytest.param("1", "(whoever listens there does not answer)", marks=pytest.mark.slow),
+        pytest.param("1", "(nobody answers there in 5 s)", marks=pytest.mark.slow),
     ],
 )
 def test_a_port_that_another_program_has_is_told_in_a_line(config, number, message):
@@ -182,8 +182,8 @@ def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
     assert [node.returncode for node in nodes] == [1, 1]
     for err in errs:
         assert re.search(
-            r"error: rank 3 on n[12] failed first: ImportError: libnothing is missing; "
-            r"it ended with exit code 1: all it printed is in .*/logs/rank-00003.log\n$",
+            r"error: rank 3 on n[12] failed first, at ..:..:..: ImportError: libnothing is "
+            r"missing; it ended with exit code 1: all it printed is in .*/logs/rank-00003.log\n$",
             err,
         ), err
     assert all_gone(config)
@@ -203,7 +203,7 @@ def test_a_mistake_on_one_machine_is_named(config, endpoint):
     assert sum("error: " in err for err in errs) == 1
     assert re.search(
         r"error: n[12] has another config than n[12] \(\w+ instead of \w+\): "
-        r"give all machines the same file",
+        r"give all the same",
         "".join(errs),
     )
 

@@ -1,30 +1,36 @@
-"""Who listens where, and that what others write to a rendezvous runs no code."""
+"""Machines that meet: who is in a round, who is lost, and what strangers can do."""
 
-import base64
-import copyreg
+import contextlib
 import os
-import pickle
+import random
 import signal
 import threading
 import time
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import timedelta
 
 import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
 
 from tests.support.commands import SECONDS, begun, needs_proc, ranks_of, start_run
 from tests.support.full import FULL, full_but
-from tests.support.machines import free_endpoint
+from tests.support.machines import Way, free_endpoint
 from torchmars.cluster import connection, process, rendezvous
+from torchmars.cluster.document import Document, read_document, write_document
+from torchmars.cluster.endpoint import open_meeting
+from torchmars.cluster.environment import beat_seconds, lost_seconds
+from torchmars.cluster.rendezvous import Machines, Self
+from torchmars.cluster.sizes import MinMax, UsableSizes
 from torchmars.core.errors import UserError
 
 RUN = "tiny"  # its name is that of the meeting
-KEY = f"torch.rendezvous.{RUN}"
-RAN = "TORCHMARS_TEST_RAN"
+KEY = f"{RUN}/machines/document"
 
 
 @needs_proc
@@ -56,193 +62,154 @@ def test_a_store_that_cannot_be_shared_is_a_line(tmp_path, monkeypatch):
         connection.open_store()
 
 
-class Call:
-    """What calls a function as soon as it is unpickled."""
+class Meeting:
+    """Machines of one process that meet at a store of it."""
 
-    def __init__(self, function, *args):
-        self.call = function, args
+    def __init__(self):
+        self.store, self.machines = HashStore(), {}
 
-    def __reduce__(self):
-        return self.call
+    def __call__(self, name, usable=(1, 2, 3), asked=None, connect=None, **own):
+        sizes = UsableSizes(asked or MinMax(1, 3), usable, 1, 1, None)
+        own = Self(name, "127.0.0.1", sizes, **{"timeout": 300.0, "join_seconds": 0.0} | own)
+        self.machines[name] = Machines(RUN, own, connect or (lambda: self.store))
+        return self.machines[name]
 
+    def meet(self, *names):
+        """Let machines meet; their places in the round, or their errors."""
+        found = {}
 
-def touch(name):
-    """Pickled code that leaves a variable in this process, or a file of that name."""
-    return f"import os, pathlib; os.environ[{RAN!r}] = 'x'; pathlib.Path({name!r}).touch()"
+        def meet(name):
+            try:
+                info = self.machines[name].next_rendezvous()
+                found[name] = info.rank, info.world_size
+            except Exception as error:
+                found[name] = error
 
+        threads = [threading.Thread(target=meet, args=(name,), daemon=True) for name in names]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(600)
+        return found
 
-def code_of(stranger, ran):
-    """Write code where the launchers' state lies."""
-    code = pickle.dumps(Call(exec, touch(str(ran))))
-    stranger.set(KEY, base64.b64encode(code).decode())
-
-
-def port_of_a_stranger(stranger, ran):
-    """Join as the first machine, which tells the others where its ranks are, and tell nonsense."""
-    found = pickle.loads(base64.b64decode(stranger.get(KEY)))
-    [other] = found.participants
-    first = node("", 1, 1)
-    found.participants = {first: 0, other: 1}
-    found.last_heartbeats[first] = datetime.now(UTC) + timedelta(days=1)
-    found.complete, found.deadline = True, None
-    stranger.set(f"{KEY}.0/MASTER_ADDR", "localhost")
-    stranger.set(f"{KEY}.0/MASTER_PORT", "nonsense")
-    stranger.set(KEY, base64.b64encode(pickle.dumps(found)).decode())
-
-
-@needs_proc
-@pytest.mark.parametrize(
-    "write,said",
-    [
-        (code_of, "it asks for builtins.exec"),
-        pytest.param(port_of_a_stranger, "nonsense", marks=FULL),
-    ],
-)
-def test_a_launcher_that_waits_for_others_runs_nothing_of_theirs(config, tmp_path, write, said):
-    """Anybody may reach the port at which several machines meet."""
-    with free_endpoint() as endpoint:
-        where = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": endpoint}
-        launcher = start_run(config, ranks=1, NGPU="1", **where)
-        host, port = endpoint.split(":")
-        stranger = TCPStore(host, int(port), timeout=timedelta(seconds=SECONDS))
-        while len(stranger.get(KEY)) < 100:  # it has not joined yet
-            time.sleep(0.02)
-        write(stranger, tmp_path / "ran")
-        out, err = launcher.communicate(timeout=SECONDS)
-    assert launcher.returncode == 69 and not (tmp_path / "ran").exists()
-    *others, error = err.splitlines()  # torch has words of its own from 2.14 on
-    said_first = f"warning   whoever reaches {endpoint} can join this run"
-    assert any(each.startswith(said_first) for each in others)
-    assert f"at the rendezvous {endpoint} is from no machine of this run" in error
-    assert said in error and "Traceback" not in err
+    def read(self):
+        return read_document(self.store.get(KEY).decode().partition(" ")[2])
 
 
-NOW = datetime.now(UTC)
+@pytest.fixture
+def meeting(monkeypatch):
+    monkeypatch.setattr(rendezvous, "LOOK_SECONDS", 0.02)
+    made = Meeting()
+    yield made
+    for each in made.machines.values():
+        each.left = True
 
 
-def state(**parts):
-    """A state of torch's own, with some parts replaced."""
-    made = dynamic._RendezvousState()
-    vars(made).update(parts)
-    return made
-
-
-def node(*parts):
-    made = dynamic._NodeDesc.__new__(dynamic._NodeDesc)
-    vars(made).update(zip(("addr", "pid", "local_id"), parts, strict=True))
-    return made
-
-
-def without(name):
-    made = state()
-    delattr(made, name)
-    return made
-
-
-HOSTILE = {
-    "exec": Call(exec, touch("ran")),
-    "eval": Call(eval, touch("ran").replace("import ", "__import__")),
-    "in a part": state(deadline=Call(exec, touch("ran"))),
-    "as a node": state(wait_list={1: Call(exec, touch("ran"))}),
-    "torch's own": Call(dynamic._delay, 0),
-    "an attribute": Call(getattr, datetime, "now"),
-    "a class beside": Call(dynamic.RendezvousTimeout),
-    "a name with dots": b"\x80\x04\x8c\x08datetime\x8c\x0cdatetime.now\x93)R.",
-    "by copyreg": Call(copyreg._reconstructor, object, object, None),
-    "a persistent id": b"\x80\x04\x8c\x01x\x51.",
-    "a number": 7,
-    "a set": {1},
-    "a time": NOW,
-    "a node": node("a", 1, 2),
-    "a part too many": state(more=1),
-    "a part too few": without("closed"),
-    "a round of text": state(round="1"),
-    "a round too large": state(round=10**5000),
-    "a round before the first": state(round=-1),
-    "a list of nodes": state(wait_list=[node("a", 1, 2)]),
-    "a node of numbers": state(wait_list={node(1, 2, 3)}),
-    "a rank of text": state(participants={node("a", 1, 2): "0"}),
-    "participants of text": state(participants={"a": 0}),
-    "a naive time": state(deadline=datetime(2026, 1, 1)),
-    "a heartbeat of text": state(last_heartbeats={node("a", 1, 2): "now"}),
-    "the last time of all": state(
-        deadline=datetime.max.replace(tzinfo=timezone(-timedelta(hours=23)))
-    ),
-    "cut short": pickle.dumps(state())[:-9],
-    "nothing": b"",
-    "text": b"hello",
-    "a long stack": b"(" * 100_000,
-}
-
-
-# Now: a test replaces what is named here.
-HOSTILE = {
-    case: each if isinstance(each, bytes) else pickle.dumps(each) for case, each in HOSTILE.items()
-}
-
-
-@pytest.fixture(autouse=True)
-def quick_handlers(monkeypatch):
-    """Let torch neither wait nor name callers, by a walk over frames, of which pytest has many."""
-    monkeypatch.setattr(dynamic, "get_method_name", lambda depth=2: "")
-    monkeypatch.setattr(dynamic, "_delay", lambda seconds: time.sleep(0.01))
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as a launcher does
-
-
-def handler(store, secret=None, nodes=2):
-    """torch's own handler of a rendezvous, as a launcher makes it."""
-    backend = rendezvous.Checked(C10dRendezvousBackend(store, RUN), RUN, secret)
-    parameters = RendezvousParameters(
-        "c10d", "", RUN, nodes, nodes, local_addr="127.0.0.1", join_timeout=60, last_call_timeout=1
-    )
-    return dynamic.create_handler(store, backend, parameters)
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_state_that_is_none_is_refused_however_it_comes(case, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(RAN, raising=False)
-    store = HashStore()
-    asking, writing = handler(store), handler(store)
-    store.set(KEY, base64.b64encode(HOSTILE[case]).decode())
-    with pytest.raises(RendezvousStateError):
-        asking.num_nodes_waiting()
-    writing._state_holder.mark_dirty()  # it has lost a compare-and-set: the other's state comes
-    with pytest.raises(RendezvousStateError):
-        writing.num_nodes_waiting()
-    assert RAN not in os.environ and not (tmp_path / "ran").exists()
-
-
-def test_some_of_these_would_run():
-    """A test of the test: that the pickles are what they are meant to be."""
-    os.environ.pop(RAN, None)
-    with pytest.raises(FileNotFoundError):
-        pickle.loads(pickle.dumps(Call(exec, touch("/nowhere/ran"))))
-    assert os.environ.pop(RAN) == "x"
-    assert pickle.loads(HOSTILE["a name with dots"]) > datetime(2026, 1, 1)
+def until(condition):
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("secret", full_but(["a secret"], [None, "a secret"]))
-def test_two_launchers_meet_twice(secret):
-    store, met = HashStore(), {}
+def test_machines_meet_again_and_ranks_stay_where_they_were(meeting, secret):
+    for name in "abc":
+        meeting(name, secret=secret)
+    found = meeting.meet(*"abc")
+    assert sorted(found.values()) == [(0, 3), (1, 3), (2, 3)]
+    first = min(found, key=lambda name: found[name])
+    for each in meeting.machines.values():
+        each.end_round("a reason")
+    assert meeting.meet(*"cba") == found
+    last = max(found, key=lambda name: found[name])
+    meeting.machines[first].shutdown()
+    until(lambda: meeting.machines[last].num_nodes_waiting())
+    assert meeting.machines[last].change_in_words() == f"{first} has ended"
+    others = [*{*"abc"} - {first}]
+    assert {place for place in meeting.meet(*others).values()} == {(0, 2), (1, 2)}
 
-    def meet(number):
-        mine = handler(store, secret)
-        for round_number in range(2):
-            info = mine.next_rendezvous()
-            met[number, round_number] = info.rank, info.world_size
-            while len(met) < 2 * (round_number + 1):
-                time.sleep(0.01)
-        mine._stop_heartbeats()
 
-    threads = [threading.Thread(target=meet, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(met) == 4 and all(size == 2 for _, size in met.values())
-    for round_number in range(2):
-        assert sorted(met[number, round_number][0] for number in range(2)) == [0, 1]
+def test_a_machine_is_lost_once_its_beats_do_not_change(meeting, monkeypatch):
+    """It finds itself in no list once it wakes up, and comes again."""
+    monkeypatch.setattr(rendezvous, "beat_seconds", lambda machines: 0.2)
+    sizes = {"asked": MinMax(1, 2), "usable": (1, 2), "lost": 4.0}
+    a, b = meeting("a", **sizes), meeting("b", **sizes)
+    assert {*meeting.meet("a", "b").values()} == {(0, 2), (1, 2)}
+    stands = threading.Event()
+    original = b._judge
+    b._judge = lambda: stands.wait() and original()  # its thread stands still
+    until(lambda: a.num_nodes_waiting())
+    assert a.change_in_words() == "b fell silent"
+    assert meeting.meet("a") == {"a": (0, 1)}
+    stands.set()
+    until(lambda: b.num_nodes_waiting())
+    assert b.change_in_words() == "the other machines go on without this one"
+
+
+def test_seconds_by_the_number_of_machines():
+    numbers = (2, 32, 33, 1000)
+    assert [beat_seconds(each) for each in numbers] == [2, 2, 3, 63]
+    assert [lost_seconds(each) for each in numbers] == [8, 8, 11, 191]
+
+
+def test_a_first_start_waits_for_all_and_says_who_has_come(meeting):
+    meeting("a", usable=(2, 3), timeout=2.5)
+    (error,) = meeting.meet("a").values()
+    assert isinstance(error, RendezvousTimeoutError)
+    assert str(error) == "only a came in 2.5 s, and 2 are needed"
+
+
+def test_a_machine_asks_for_the_end_of_a_round_where_others_come_or_leave(meeting, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LEAVE_SECONDS", 0.0)
+    sizes = {"asked": MinMax(1, 2), "usable": (1, 2)}
+    a, b = meeting("a", **sizes, timeout=3.0), meeting("b", **sizes)
+    assert meeting.meet("a") == {"a": (0, 1)}
+    a.own.timeout = 300.0
+    threading.Thread(target=meeting.meet, args=("b",), daemon=True).start()
+    until(lambda: a.look().waiting)
+    assert a.asked() == ""  # no step since
+    a.reached = lambda: 7
+    until(lambda: b.spare)
+    assert a.asked() == "memory"
+    assert not a.done(None)
+    assert a.change_in_words() == "b joins"
+    a.reached = lambda: 0
+    assert meeting.meet("a")["a"] == (0, 2)
+    a.leave_after_step("SIGTERM")
+    assert a.asked() == "memory SIGTERM"
+    until(lambda: b.round == a.round and b.asked() == "memory SIGTERM")
+    done = []
+    threading.Thread(target=lambda: done.append(b.done(None)), daemon=True).start()
+    assert a.done(None)
+    until(lambda: done)
+    assert done == [False] and b.change_in_words() == "a leaves"
+
+
+@pytest.mark.parametrize("asked", [MinMax(1, 3), MinMax(3, 3)])
+def test_machines_of_other_sizes_are_refused(meeting, asked, monkeypatch):
+    monkeypatch.setattr(rendezvous, "beat_seconds", lambda machines: 0.2)
+    meeting("a", asked=asked, usable=(1,))
+    meeting.meet("a")
+    meeting("b", asked=MinMax(1, 2), usable=(1, 2))
+    (error,) = meeting.meet("b").values()
+    said = f"b has NNODES = 1:2 and NGPU = 1, and the first machine NNODES = {asked} and NGPU = 1"
+    assert isinstance(error, UserError) and str(error).startswith(said)
+
+
+def test_runs_in_turn_meet_at_one_store(meeting, monkeypatch):
+    """Also where all launchers of one were killed: they are waited for as long as a lost one."""
+    monkeypatch.setattr(rendezvous, "beat_seconds", lambda machines: 0.2)
+    a = meeting("a", usable=(1,), asked=MinMax(1, 1))
+    meeting.meet("a")
+    assert a.done(75) and a.exit_code() == 75
+    b = meeting("b", usable=(1,), asked=MinMax(1, 1), lost=1.0)
+    assert meeting.meet("b") == {"b": (0, 1)} and b.run == a.run + 1 and b.round > a.round
+    until(lambda: a.look().run == b.run)
+    assert a.is_closed() and a.exit_code() == 75
+    b.left = True  # it is killed: its thread ends
+    c = meeting("c", usable=(1,), asked=MinMax(1, 1), lost=1.0)
+    assert meeting.meet("c") == {"c": (0, 1)} and c.run == b.run + 1
 
 
 @pytest.mark.parametrize(
@@ -253,53 +220,160 @@ def test_two_launchers_meet_twice(secret):
         ("a secret", "another", "it is not signed by the RDZV_TOKEN of this machine"),
     ],
 )
-def test_launchers_of_different_secrets_do_not_meet(first, second, message):
-    store = HashStore()
-    here = handler(store, first)
-    here._state_holder.mark_dirty()
-    assert here.num_nodes_waiting() == 0
-    there = handler(store, second)
-    for _ in range(2):  # as it reads, and as it writes
-        with pytest.raises(RendezvousStateError, match=message):
-            there.num_nodes_waiting()
-        there._state_holder.mark_dirty()
-    assert here.num_nodes_waiting() == 0
+def test_launchers_of_different_secrets_do_not_meet(meeting, first, second, message):
+    a = meeting("a", secret=first)
+    threading.Thread(target=meeting.meet, args=("a",), daemon=True).start()
+    until(lambda: a.document)
+    meeting("b", secret=second)
+    (error,) = meeting.meet("b").values()
+    assert isinstance(error, RendezvousStateError) and message in str(error)
+    assert a.look() is not None
 
 
-def test_a_state_of_another_run_or_altered_is_not_signed():
-    checked = rendezvous.Checked(C10dRendezvousBackend(HashStore(), RUN), RUN, "a secret")
-    other = rendezvous.Checked(C10dRendezvousBackend(HashStore(), "other"), "other", "a secret")
-    good = pickle.dumps(state())
-    assert checked.checked(checked.signed(good)) == good
-    altered = bytearray(checked.signed(good))
-    altered[-2] ^= 1
-    for stored in (other.signed(good), bytes(altered), good, checked.signed(good)[:40], b""):
+def hostile_values(secret):
+    """300 random and 30 hostile values of the document, by strangers who have no secret."""
+    chance = random.Random(1)
+    good = Document("f" * 16, n=50, round=9)
+    values = [b"", b"-", b"- ", b"hello", b"\xff" * 99, b"- " + b"[" * 10**5, b"0" * 64 + b" {}"]
+    for number in range(23):
+        forged = Document("e" * 16, n=number * 1000, round=number, closed="done" * (number % 2))
+        values.append(f"{'- ' if number % 3 else 'f' * 64 + ' '}{write_document(forged)}".encode())
+    for _ in range(300):
+        raw = bytearray(f"- {write_document(good)}".encode())
+        for _ in range(chance.randint(1, 9)):
+            raw[chance.randrange(len(raw))] = chance.randrange(256)
+        values.append(bytes(raw))
+    return values
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("secret", [None, "a secret"])
+def test_forged_documents_end_a_machine_in_a_line_or_do_nothing(monkeypatch, secret):
+    monkeypatch.setattr(rendezvous, "LOOK_SECONDS", 0.01)
+    values = hostile_values(secret)
+    assert len(values) == 330
+    for value in values:
+        meeting = Meeting()
+        machine = meeting("a", usable=(1,), asked=MinMax(1, 2), secret=secret)
+        meeting.meet("a")
+        answers = machine.answers
+        meeting.store.set(KEY, value)
+        with contextlib.suppress(RendezvousStateError, RendezvousClosedError):
+            deadline = time.monotonic() + 300
+            while machine.answers < answers + 3 and time.monotonic() < deadline:
+                machine.num_nodes_waiting()
+                time.sleep(0.005)
+            assert secret is None  # what is not signed is never believed
+        machine.left = True
+
+
+def test_an_old_document_is_not_put_back(meeting):
+    a = meeting("a", secret="a secret")
+    threading.Thread(target=meeting.meet, args=("a",), daemon=True).start()
+    until(lambda: a.document)
+    old = meeting.store.get(KEY)
+    b = meeting("b", secret="a secret", usable=(3,))
+    threading.Thread(target=meeting.meet, args=("b",), daemon=True).start()
+    until(lambda: a.document and len(a.document.here) == 2)
+    meeting.store.set(KEY, old)
+    with pytest.raises(RendezvousStateError, match="older than what this machine has read"):
+        until(lambda: a.look() is None)
+    assert b.me != a.me
+
+
+def test_a_document_of_another_run_is_not_signed_for_this_one():
+    own = Self("a", "127.0.0.1", UsableSizes(MinMax(1, 1), [1], 1, 1, None), 60.0, secret="one")
+    here, there = Machines("one", own), Machines("two", own)
+    key = here._key("document")
+    stored = here._sealed(key, "text")
+    assert here._opened(key, stored.encode()) == "text" and "one" not in stored
+    for forged in (
+        stored[:-1] + "u",
+        stored[:40],
+        "",
+        there._sealed(there._key("document"), "text"),
+    ):
         with pytest.raises(RendezvousStateError, match="not signed by"):
-            checked.checked(stored)
+            here._opened(key, forged.encode())
+    for each in (here, there):
+        each.left = True
 
 
-@pytest.mark.parametrize("found", ["ended", "left", "just ending", "open", "none"])
-def test_machines_may_meet_again_where_a_run_has_ended_alone(found, monkeypatch):
-    """Its launchers are gone where nothing has changed after a while."""
-    checked = rendezvous.Checked(C10dRendezvousBackend(HashStore(), RUN), RUN, "a secret")
-    one = node("n1", 1, 0)
-    before = state(round=3, complete=True, closed=found in ("ended", "just ending"))
-    age = timedelta(seconds=2) if found == "open" else timedelta(hours=1)
-    before.last_heartbeats = {one: datetime.now(UTC) - age}
-    if found != "none":
-        checked.set_state(pickle.dumps(before))
-    slept, wrote = [], checked.get_state()
+def test_a_machine_that_is_cut_off_from_the_store_does_not_wait_for_it(monkeypatch):
+    """A call there has no time limit: it may wait for an answer that never comes."""
+    with free_endpoint() as endpoint, Way(endpoint) as way:
+        host, port = endpoint.split(":")
+        server = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+        near, far = way.address.split(":")
+        meeting = Meeting()
+        machine = meeting("a", usable=(1,), connect=lambda: open_meeting(near, int(far)))
+        assert meeting.meet("a") == {"a": (0, 1)}
+        assert machine.lost - machine.beat_seconds == 6  # the others count from the last beat
+        machine.lost = 3.0
+        way.cut = True
+        with pytest.raises(RendezvousConnectionError, match="has not answered for 1 s"):
+            until(lambda: machine.look() is None)
+        began = time.monotonic()
+        assert not machine.shutdown() and time.monotonic() < began + 60
+        del server
 
-    def sleep(seconds):
-        slept.append(seconds)
-        if found == "just ending" and len(slept) < 3:
-            before.last_heartbeats[one] += timedelta(seconds=2)
-            checked.set_state(pickle.dumps(before), checked.get_state()[1])
 
-    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
-    rendezvous.reopen(checked, 11)
-    assert slept == [11] * {"ended": 1, "left": 1, "just ending": 3}.get(found, 0)
-    if slept:
-        assert vars(pickle.loads(checked.get_state()[0])) == vars(state(round=5))
-    else:
-        assert checked.get_state() == wrote
+def forge(stranger, ran):
+    """Join as the first machine, which tells the others where its ranks are."""
+    digest, _, text = stranger.get(KEY).decode().partition(" ")
+    doc = read_document(text)
+    me = "a" * 16
+    doc.members, doc.here, doc.formed, doc.n = [me, *doc.here], [], True, doc.n + 1
+    doc.machines[me] = ["stranger", "localhost", 9]
+    stranger.set(KEY, f"{digest} {write_document(doc)}")
+
+
+def code_of(stranger, ran):
+    """Write what pickle would run."""
+    stranger.set(KEY, b"- cos\nsystem\n(S'touch " + os.fsencode(ran) + b"'\ntR.")
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    "write,token,said",
+    [
+        (code_of, None, "it is no document of machines"),
+        pytest.param(code_of, "a secret", "it is not signed by the RDZV_TOKEN", marks=FULL),
+        (forge, "a secret", "it is not signed by the RDZV_TOKEN of this machine"),
+    ],
+)
+def test_a_launcher_that_waits_for_others_believes_nothing_unsigned(
+    config, tmp_path, write, token, said
+):
+    """Anybody may reach the port at which several machines meet."""
+    with free_endpoint() as endpoint:
+        where = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": endpoint}
+        where |= {} if token is None else {"RDZV_TOKEN": token}
+        launcher = start_run(config, ranks=1, NGPU="1", **where)
+        host, port = endpoint.split(":")
+        stranger = TCPStore(host, int(port), timeout=timedelta(seconds=SECONDS))
+        until(lambda: stranger.check([KEY]) and b'"here": ["' in stranger.get(KEY))
+        write(stranger, tmp_path / "ran")
+        out, err = launcher.communicate(timeout=SECONDS)
+    assert launcher.returncode == 69 and not (tmp_path / "ran").exists()
+    *others, error = err.splitlines()
+    warned = f"warning   whoever reaches {endpoint} can join this run"
+    assert any(each.startswith(warned) for each in others) == (token is None)
+    assert f"at the rendezvous {endpoint} is from no machine of this run ({said}" in error
+    assert "Traceback" not in err
+
+
+@needs_proc
+def test_a_loopback_endpoint_listens_there_alone(config):
+    with free_endpoint() as endpoint:
+        launcher = start_run(config, ranks=1, NGPU="1", NNODES="2", RDZV_ENDPOINT=endpoint)
+        port = int(endpoint.partition(":")[2])
+
+        def listening():
+            sockets = psutil.Process(launcher.pid).net_connections(kind="inet")
+            return {each.laddr for each in sockets if each.status == psutil.CONN_LISTEN}
+
+        until(lambda: any(place.port == port for place in listening()))
+        assert {place.ip for place in listening()} == {"127.0.0.1"}
+        launcher.kill_group()
+        launcher.communicate(timeout=SECONDS)

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from torchmars.cluster.signals import StopSignals
+from torchmars.cluster.process import StopSignals
 
 STUCK = """
 import datetime, threading, time
 import torch.distributed as dist
-from torchmars.cluster import signals as module
-from torchmars.cluster.signals import StopSignals
+from torchmars.cluster import process as module
+from torchmars.cluster.process import StopSignals
 
 module.ECHO_SECONDS = 0
 
@@ -49,11 +49,11 @@ def test_the_echo_of_a_launcher_is_no_second_signal(monkeypatch):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     signals = StopSignals()
-    monkeypatch.setattr("torchmars.cluster.signals.ECHO_SECONDS", 3600)
+    monkeypatch.setattr("torchmars.cluster.process.ECHO_SECONDS", 3600)
     for _ in range(2):
         signals._receive(signal.SIGTERM)
     assert signals.received == "SIGTERM" and not ended
-    monkeypatch.setattr("torchmars.cluster.signals.ECHO_SECONDS", -1)
+    monkeypatch.setattr("torchmars.cluster.process.ECHO_SECONDS", -1)
     signals._receive(signal.SIGTERM)
     assert ended == [128 + signal.SIGTERM]
 

@@ -141,13 +141,6 @@ def test_all_sizes_share_microbatches():
 MANY = {"RDZV_ENDPOINT": "n1:29400"}
 JOB = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH", "SLURM_JOB_NUM_NODES": "4"}
 
-ELEMENT = JOB | {"NNODES": "2:8", "SLURM_ARRAY_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "1"}
-
-
-def test_each_job_of_an_array_is_a_machine_of_one_run():
-    came_back = ELEMENT | {"SLURM_RESTART_COUNT": "1"}
-    assert all(read_environment(MANY | each).NNODES == (2, 8) for each in (ELEMENT, came_back))
-
 
 @pytest.mark.parametrize(
     "variables,message",
@@ -156,12 +149,6 @@ def test_each_job_of_an_array_is_a_machine_of_one_run():
         ({"NNODES": ""}, "NNODES is empty"),
         ({"NNODES": "2:4", "NODE_RANK": "0"}, "NODE_RANK = 0 has no meaning with NNODES = 2:4: un"),
         (JOB | {"NNODES": "2:8"}, "NNODES = 2:8 is more than the 4 nodes of this job: submit it"),
-        (ELEMENT | {"SLURM_JOB_NUM_NODES": "2"}, "NNODES = 2:8 in an array of jobs, of which each"),
-        (
-            ELEMENT | {"NNODES": "2:2"},
-            "NNODES = 2 in an array of jobs: MIN has to be less than MAX",
-        ),
-        (ELEMENT | {"RDZV_ENDPOINT": ""}, "NNODES = 2:8 in an array of jobs needs RDZV_ENDPOINT="),
     ],
 )
 def test_variables_of_an_elastic_run_that_do_not_go(variables, message):

@@ -30,7 +30,7 @@ def command_lines(draw, module):
         "generate": ["--max_tokens", "--temperature", "--top_k", "--seed", "--prompt"],
         "export": [],
         "checkpoint": ["--keep_last", "--keep_every", "--damaged"],
-        "launch": ["--nnodes", "--max-restarts", "--rdzv-conf"],
+        "launch": ["--nnodes", "--max-restarts", "--rdzv-endpoint"],
     }[module]
     arg = words.filter(lambda word: "\0" not in word and len(word) < 6000)
     verb = draw(st.sampled_from(["verify", "prune", "x"]))

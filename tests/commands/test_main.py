@@ -124,7 +124,6 @@ def test_no_command_that_works_takes_all_defaults_in_silence(
         (["runs", "a" * 300], "FOLDER: aaa"),
         (["plot", "runs", "a" * 300], "RUNS: aaa"),
         (["runs", "--json", "a/" * 2500], "--json: a/a"),
-        (["launch", "--log-dir", "a" * 300, "-m", "torchmars.train", "quickstart.toml"], "aaa"),
         (["prepare", "--source", "stdlib", "--path", "a/" * 300], "data.path: a/a"),
     ],
 )

@@ -25,7 +25,7 @@ from tests.support.full import FULL, full_but
 from tests.support.tiny import tiny_tables, train
 from torchmars.checkpoint import manifest as manifests
 from torchmars.checkpoint.folder import checkpoints
-from torchmars.cluster.signals import ECHO_SECONDS
+from torchmars.cluster.process import ECHO_SECONDS
 from torchmars.records.events import EVENTS_FILE, read_events
 
 
@@ -81,7 +81,7 @@ SLOW_SAVES = """
 import os, sys, time
 from pathlib import Path
 from torchmars.checkpoint.saver import Saver
-from torchmars.cluster.signals import StopSignals
+from torchmars.cluster.process import StopSignals
 from torchmars.train import main
 
 def receive(*args):
@@ -97,7 +97,7 @@ main()
 
 def launch(script, config, *args):
     """Start a script that stands in for torchmars.train, on two ranks."""
-    options = ["--standalone", "--nproc-per-node", "2", str(script), str(config), *args]
+    options = ["--nproc-per-node", "2", str(script), str(config), *args]
     return Command("launch", options, ROOT, os.environ | {"RDZV_TIMEOUT": "300"}, ranks=2)
 
 

@@ -110,6 +110,13 @@ def test_mistakes_end_with_one_line_and_code_2(config, tmp_path, args, damage, m
     ] == err.splitlines()[-1:]
 
 
+def test_torchrun_alone_trains_a_run_to_its_end(config):
+    options = ["--standalone", "--nproc-per-node", "2", "-m", "torchmars.train", str(config)]
+    torchrun = Command("torchrun", [*options, "--training.steps", "4"], config.parent, ranks=2)
+    out, err = torchrun.communicate(timeout=SECONDS)
+    assert torchrun.returncode == 0 and "step 4/4 | loss" in out, err
+
+
 def test_without_the_script_a_mistake_still_ends_every_rank(config, tmp_path):
     """torchrun itself makes 1 of every exit code."""
     assert run_command("prepare", [str(config)], ROOT)[0] == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchmars.checkpoint.state_dict import rng_state, set_rng_state
-from torchmars.cluster import connection, failures
+from torchmars.cluster import failures
 from torchmars.core import device
 from torchmars.core.device import (
     Maker,
@@ -76,4 +76,4 @@ def test_random_numbers_of_a_gpu_are_kept_under_its_type(machine, monkeypatch):
 
 @pytest.mark.parametrize("error", ["NCCL error in: socket.cpp", "ncclRemoteError", "[Gloo] late"])
 def test_errors_of_collectives_are_known_by_their_library(error):
-    assert connection.NETWORK.search(error) and failures.FALLOUT_MESSAGE.search(error)
+    assert failures.FALLOUT_MESSAGE.search(error)

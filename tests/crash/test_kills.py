@@ -78,7 +78,7 @@ def launch(tables, ranks, log, hold=None):
         program = [str(folder / "holding.py")]
         where = f"{hold.rank},{hold.place},{hold.number},{hold.marker}"
         environment |= {"HOLD": where}
-    options = ["--standalone", "--nproc-per-node", f"{ranks}", *program, str(file)]
+    options = ["--nproc-per-node", f"{ranks}", *program, str(file)]
     return Command("launch", options, ROOT, os.environ | environment, ranks, log, log)
 
 

@@ -22,8 +22,7 @@ from tests.support.commands import ROOT, ranks_of
 # By module: the functions that make a start, in their order.
 PARTS = {
     "torchmars.train": ["main"],
-    "torchmars.cluster.connection": ["open_store", "start"],
-    "torchmars.cluster.startup": ["check_ranks"],
+    "torchmars.cluster.connection": ["open_store", "start", "check_ranks"],
     "torchmars.training.build": [
         "resolve_on_ranks",
         "prepare_data",

@@ -97,7 +97,7 @@ class Machines:
     def first(self):
         """Return the name of the machine that has rank 0."""
         said = (run_folder_of(self.tables) / "logs" / "rank-00000.log").read_text()
-        return re.findall(r"(m[0-9]+) rank 0 \|", said)[-1]
+        return re.findall(r"^--- .* (m[0-9]+) rank 0 of", said, re.MULTILINE)[-1]
 
     def events(self, *kinds):
         file = run_folder_of(self.tables) / "events.jsonl"

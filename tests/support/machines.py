@@ -29,6 +29,7 @@ from torchmars.records.lines import Journal
 from torchmars.train import main
 
 locks.PATIENCE = 10.0
+os.environ["RDZV_TIMEOUT"] = "300"  # not for the machines
 place, number, marker = os.environ["STAND"].split(",")
 [owner] = [each for each in (Journal, Retention, Saver) if place in vars(each)]
 calls = 0
@@ -118,18 +119,13 @@ def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300, nodes
     file, program = folder / f"{name}.toml", folder / f"{name}.py"
     write_config(config_from_tables(tables, "in a test"), file)
     program.write_text(STANDING)
-    options = [f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=fencing"]
-    options += [
-        f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-conf=join_timeout={join_seconds},join_seconds=1",
-        str(program),
-    ]
-    variables = {"SLURMD_NODENAME": name, "RDZV_TIMEOUT": "300"}
-    variables |= {} if number is None else {"NODE_RANK": number}
+    variables = {"SLURMD_NODENAME": name, "NNODES": nodes, "NGPU": "1", "MAX_RESTARTS": "3"}
+    variables |= {"RDZV_ENDPOINT": endpoint, "RDZV_TIMEOUT": str(join_seconds)}
+    variables |= {"JOIN_SECONDS": "1"} | ({} if number is None else {"NODE_RANK": number})
     log = (folder / f"{name}.log").open("w")
     return Command(
         "launch",
-        [*options, str(file)],
+        [str(program), str(file)],
         ROOT,
         os.environ | variables | {"STAND": stand},
         ranks=starts,

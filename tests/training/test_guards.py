@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -125,10 +124,8 @@ torchmars.cluster.watchdog.GRACE_SECONDS = float(grace)
 def beat(self, doing):
     global hangs
     hangs = doing == "step 4"
-    original_beat(self, doing)
     self.seconds = 3.0 if hangs else 10000.0
-    if hangs:
-        self._postpone_dump()
+    original_beat(self, doing)
 
 def read(self):
     if hangs and how == "sleep":
@@ -161,7 +158,7 @@ def hanging(folder, how, grace):
     script.write_text(HANGING_RUN)
     process = Command(
         "launch",
-        ["--standalone", "--nproc-per-node", str(ranks), str(script), str(folder / "hang.toml")],
+        ["--nproc-per-node", str(ranks), str(script), str(folder / "hang.toml")],
         ROOT,
         os.environ | {"RDZV_TIMEOUT": "300", "HANG": how, "GRACE": grace},
         ranks,
@@ -172,51 +169,28 @@ def hanging(folder, how, grace):
         process.kill()
 
 
-def test_a_rank_that_hangs_is_found_and_every_rank_tells_where_it_stands(tmp_path):
-    with hanging(tmp_path, "not sleep", "600 600") as (process, folder):
+def test_a_rank_that_hangs_is_found_and_every_rank_leaves_its_stacks(tmp_path):
+    with hanging(tmp_path, "not sleep", "5 5") as (process, folder):
         _, err = process.communicate(timeout=900)  # the rank sleeps for longer
     assert process.returncode == EXIT_HUNG, err
-    report = err[err.index("error: no step for guards.hang_seconds = 3 s") :]
+    assert "error: rank 0 has been in step 4 for guards.hang_seconds = 3 s: its stacks" in err
     assert re.search(
-        r"rank 0: \d+ s in step 4: waiting in the collective gloo:\w+ number \d+ "
-        r"of group \d+, sizes .*; called from",
-        report,
+        r"rank \d on .* failed first, at .*guards.hang_seconds; the stacks of all", err
     )
-    assert re.search(
-        r"rank 1: \d+ s in step 4: in read \(.*hang.py:\d+\), in no collective; the last was gloo:",
-        report,
-    )
-    # with no group of a save's among the collectives
-    assert (
-        "time.sleep" not in (folder / "rank-00000.txt").read_text()
-        and "in read" in (folder / "rank-00001.txt").read_text()
-    )
+    stacks = [(folder / f"rank-{rank:05d}.txt").read_text() for rank in range(2)]
+    assert " in read" not in stacks[0] and " in read" in stacks[1]
     assert (folder / "flight_0").stat().st_size and (folder / "flight_1").stat().st_size
 
 
 @FULL
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
-def test_ranks_that_are_blocked_outside_python_are_found_by_the_others(tmp_path):
-    """Also where the first rank is one of them.
-
-    The interpreter ends the last one, once the second has said where it stands.
-    """
-    with hanging(tmp_path, "stop not block", "1 1 4") as (process, folder):
-        while "Timeout (" not in text_of(folder / "rank-00002.txt"):
-            assert process.poll() is None
-            time.sleep(0.1)
-        stopped = int(text_of(folder / "rank-00000.txt").split()[1])
-        os.kill(stopped, signal.SIGKILL)  # torchrun does so 30 s later
+def test_a_rank_that_is_blocked_outside_python_leaves_its_stack_too(tmp_path):
+    """While another one is stopped."""
+    with hanging(tmp_path, "stop not block", "5 5 5") as (process, folder):
         _, err = process.communicate(timeout=900)
     assert process.returncode == EXIT_HUNG, err
-    report = err[err.rindex("error: no step for guards.hang_seconds = 3 s") :].splitlines()
-    assert len(report) == 4 and f"rank 0: no word; process {stopped} on " in report[1]
-    assert re.search(r"rank 1: \d+ s in step 4: waiting in the collective gloo:", report[2])
-    assert re.search(
-        r"rank 2: blocked outside Python in File .*hang.py\", line \d+ in read", report[3]
-    )
-    said = (folder.parent / "logs" / "rank-00001.log").read_text()
-    assert report[2] in said  # itself, too
+    assert re.search(r'hang.py", line \d+ in read', text_of(folder / "rank-00002.txt"))
+    assert text_of(folder / "rank-00000.txt").count("\n") == 1
 
 
 def text_of(file):

@@ -11,9 +11,8 @@ from types import FrameType
 import numpy as np
 
 from torchmars.cluster import process
-from torchmars.cluster.callers import start_launcher
 from torchmars.cluster.environment import check_copies, read_environment
-from torchmars.cluster.signals import stopping
+from torchmars.cluster.process import start_launcher, stopping
 from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
 from torchmars.core.console import say

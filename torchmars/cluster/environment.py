@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from torchmars.cluster.scheduler import (
     CORES,
+    PARTS,
     RESTARTS,
     VARIABLES,
-    array_of_machines,
     in_batch_job,
     number_of,
 )
@@ -108,22 +108,6 @@ class Environment:
         """Return for how long machines with `ranks` ranks each wait for each other at the start."""
         return self.RDZV_TIMEOUT or start_seconds(ranks * self.NNODES.most)
 
-    def torchrun_options(self, ranks: int, job: str) -> list[str]:
-        """Return torchrun's options for `ranks` ranks on this machine, for the run `job`."""
-        endpoint = self.RDZV_ENDPOINT if self.NNODES.most > 1 else "localhost:0"
-        seconds, shown = self.start_seconds(ranks), ",".join(map(str, self.LOG_RANK))
-        lost = "" if self.LOST_SECONDS is None else f",lost_seconds={self.LOST_SECONDS}"
-        return [
-            f"--nnodes={self.NNODES}",
-            f"--nproc-per-node={ranks}",
-            f"--rdzv-id={job}",
-            f"--rdzv-endpoint={endpoint}",
-            f"--rdzv-conf=join_timeout={seconds},read_timeout={seconds}{lost},"
-            f"join_seconds={self.JOIN_SECONDS}",
-            f"--max-restarts={self.MAX_RESTARTS}",
-            f"--local-ranks-filter={shown}",
-        ]
-
 
 def beat_seconds(machines: int) -> int:
     """Return how often each of so many machines shows that it lives: all write to one place."""
@@ -161,12 +145,12 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
             if source in variables
         }
     )
-    in_array = array_of_machines(variables) is not None
-    if in_array:  # first: its remedies are others
-        check_array(environment, number_of(variables, of_job["NNODES"], 1))
     environment.check(sources["NNODES"])
-    if in_array:
-        return environment
+    if of_job and (parts := number_of(variables, PARTS, 1)) > 1:
+        raise UserError(
+            f"{PARTS} = {parts}: the machines of a run are all in one part of a job: "
+            "submit it without the others"
+        )
     most = environment.NNODES.most
     nodes = number_of(variables, of_job["NNODES"], most) if of_job else most
     if number_of(variables, RESTARTS, 0) and environment.NNODES.fewest <= nodes < most:
@@ -199,22 +183,6 @@ def check_copies(variables: Mapping[str, str], machines: MinMax | None = None) -
             )
 
 
-def check_array(environment: Environment, nodes: int) -> None:
-    """Raise `UserError` unless jobs of an array, of `nodes` nodes each, can be a run's machines."""
-    what = f"NNODES = {environment.NNODES} in an array of jobs"
-    if not environment.NNODES.elastic:
-        raise UserError(f"{what}: MIN has to be less than MAX, so that its jobs may come and go")
-    if nodes != 1:
-        raise UserError(
-            f"{what}, of which each is a machine: submit it with --nodes=1, not {nodes}"
-        )
-    if not environment.RDZV_ENDPOINT:
-        raise UserError(
-            f"{what} needs RDZV_ENDPOINT=HOST:PORT, where `torchmars rendezvous HOST:PORT` runs "
-            "outside of the array, so that any of its jobs may end"
-        )
-
-
 def read_variable(name: str, value: str, source: str = "") -> Any:
     """Return the variable `name` of run_train.sh, whose text is `value`.
 
@@ -243,8 +211,10 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
 
 
 def split_endpoint(endpoint: str, source: str = "RDZV_ENDPOINT") -> tuple[str, int]:
-    """Return the HOST and PORT in `source`. Raises `UserError` for a text of another form."""
+    """Return the HOST and PORT in `source`, also of [HOST]:PORT. Raises `UserError` for others."""
     host, _, port = endpoint.rpartition(":")
+    if re.fullmatch(r"\[[0-9A-Fa-f:.]+(%\w+)?\]", host):  # as in URLs
+        host = host[1:-1]
     try:
         known = bool(re.fullmatch(r"[\w.:%-]+", host) and host.encode("idna"))
     except UnicodeError:  # a part that is empty or too long

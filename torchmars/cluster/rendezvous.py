@@ -1,206 +1,467 @@
-"""The rendezvous of the launchers, of which there is one on each machine.
+"""The machines of a run, each with a launcher, as the document at a store that all reach says.
 
-torch unpickles the contents of a rendezvous' store, and whoever reaches the store can write there.
-So one launcher alone has a store within its own process, and several check the data that they read.
+One thread of each launcher makes every call to the store: the calls have no time limit of their
+own. The main thread reads the document that the thread saw last, and hands it changes.
 """
 
 import contextlib
 import hmac
-import io
+import math
 import os
-import pickle
+import queue
+import re
+import secrets
+import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta, timezone
-from functools import partial
-from typing import Any, TypeVar, cast
+from concurrent.futures import Future
+from copy import deepcopy
+from dataclasses import dataclass
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
-    RendezvousParameters,
+    RendezvousInfo,
     RendezvousStateError,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
-    C10dRendezvousBackend,
-    create_backend,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    RendezvousBackend,
-    Token,
-    _NodeDesc,  # torch 2.11 to 2.13 have both
-    _RendezvousState,
-    create_handler,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 
+from torchmars.cluster.document import ASKS, ENDED, LARGEST, Document, largest, read_document
+from torchmars.cluster.document import write_document as text_of
+from torchmars.cluster.endpoint import free_port
 from torchmars.cluster.environment import beat_seconds, lost_seconds
-from torchmars.cluster.membership import meet, unanswered
-from torchmars.core.timers import done_in
+from torchmars.cluster.sizes import UsableSizes
+from torchmars.core.errors import UserError
 
-T = TypeVar("T")
+Change = Callable[[Document], None]
 
-SIGNED = b"signed by RDZV_TOKEN "  # begins a state that is followed by its digest and itself
-DIGEST_BYTES = 32
-OLD = timedelta(minutes=1)  # an age of all beats from which they may be those of an earlier run
-ALLOWED = {
-    (each.__module__, each.__name__): each
-    for each in (_RendezvousState, _NodeDesc, datetime, timedelta, timezone)
-}
+LOOK_SECONDS = 0.25  # between two looks at the document
+STILL_SECONDS = 1.0  # of a pause between looks that count: this machine may stand still itself
+MARGIN_SECONDS = 2.0  # before a machine's time to come is over, it can still form a round
+LEAVE_SECONDS = 2.0  # for others that are sent the same signal as one which leaves
+END_SECONDS = 5.0  # that the store may take at the end, and the others where they meet here
 
 
-def join(
-    parameters: RendezvousParameters, secret: str | None, connected: Callable[[], None]
-) -> RendezvousHandler:
-    """Return the rendezvous at which this launcher meets the others, if there may be others.
+@dataclass
+class Self:
+    """This machine, as it comes to a rendezvous.
 
-    `secret` is RDZV_TOKEN. `connected` is called once the store of the machines has answered.
-    Raises torch's `RendezvousError`.
+    `timeout` are seconds that machines wait for each other, `lost` those of silence after which one
+    is lost (0: never; None: by their number). `holds_store`: the others meet at this machine.
     """
-    parameters.backend = "c10d"
-    if parameters.max_nodes == 1:
-        connected()
-        store = HashStore()
-        return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
-    backend, shared = create_backend(parameters)
-    connected()
-    lost = parameters.get_as_int("lost_seconds", lost_seconds(parameters.max_nodes))
-    # The others count from the last beat that they have seen.
-    seconds = max(1, lost - beat_seconds(parameters.max_nodes)) if lost else None
-    checked = Checked(backend, parameters.run_id, secret, seconds)
-    if reopen(checked, lost_seconds(parameters.max_nodes)):
-        shared.add(f"{parameters.run_id}/launches", 1)
-    # A connection waits for one answer at a time, and the machine has to show that it lives.
-    return meet(cast(Any, shared).clone(), checked, parameters)
+
+    name: str
+    address: str
+    sizes: UsableSizes
+    timeout: float
+    lost: float | None = None
+    join_seconds: float = 60.0
+    secret: str | None = None
+    holds_store: bool = False
 
 
-def reopen(backend: RendezvousBackend, seconds: float) -> bool:
-    """Let machines meet where a run has ended: its store may live on, apart from all machines.
+class Machines(RendezvousHandler):
+    """This machine among those of a run. Methods raise torch's `RendezvousError`."""
 
-    Returns whether this machine has done so. The launchers of that run are gone if their state has
-    not changed after `seconds`. Those of one that is closed are waited for.
-    """
-    while (found := backend.get_state()) is not None:
-        before: _RendezvousState = StateUnpickler(io.BytesIO(found[0])).load()
-        old = datetime.now(UTC) - OLD
-        if not before.closed and any(beat > old for beat in before.last_heartbeats.values()):
+    def __init__(self, run_id: str, own: Self, connect: Callable[[], Store] = HashStore) -> None:
+        """`connect` opens the store, on the thread that asks it."""
+        self.run_id, self.own, self.usable = run_id, own, own.sizes.usable
+        self.connect: Callable[[], Store] = connect
+        self.store: Store = HashStore()
+        most = own.sizes.asked.most
+        self.several = most > 1
+        self.beat_seconds = beat_seconds(most)
+        self.lost = lost_seconds(most) if own.lost is None else own.lost or math.inf
+        self.me, self.run, self.round = secrets.token_hex(8), -1, -1
+        self.spare = False  # others go on without this machine, which waits
+        # The launcher's: the last step that the run has reported; what to do without a place.
+        self.reached: Callable[[], int] = lambda: 0
+        self.without_place: Callable[[], None] = lambda: None
+        # When this round began, by this machine's own clock, the step by then; how many machines
+        # leave, and since when this one knows.
+        self.begun, self.begun_at, self.leaving, self.leaving_since = 0.0, 0, 0, 0.0
+        # The newest document that the thread has seen, as it lies at the store.
+        self.document: Document | None = None
+        self.bytes, self.looked, self.last_look = b"", 0.0, time.monotonic()
+        self.beats: dict[str, tuple[bytes, int, float]] = {}
+        self.live: set[str] = set()  # machines whose beats have ever changed while this one looked
+        # Answers of the store, and those that the main thread knows of.
+        self.answers, self.heard, self.connected, self.left = 0, 0, False, False
+        self.unanswered, self.last_tick = 0.0, time.monotonic()
+        self.error: Exception | None = None
+        self.work: queue.Queue[tuple[Change, Future[Document]]] = queue.Queue()
+        threading.Thread(target=self._serve, name="machines", daemon=True).start()
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return "torchmars"
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self.run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the machines of the next round. Raises `UserError` for other sizes."""
+        begin, about = time.monotonic(), [self.own.name, self.own.address, free_port()]
+        deadline, self.spare = begin + self.own.timeout, False
+        while True:
+            doc, now = self.look(), time.monotonic()
+            if doc and self.me in doc.all():
+                self.run = doc.run
+            if doc and self.run >= 0 and (doc.run != self.run or doc.closed):
+                raise RendezvousClosedError(self.ending())
+            if doc and self.me in doc.members and doc.round > self.round:
+                break
+            if doc and self.me in doc.waiting:
+                deadline = now + self.own.timeout
+                if not self.spare:
+                    self.spare = True
+                    self.without_place()
+            elif doc and self.me in doc.here:
+                if doc.expected:  # they live, and their ranks have not ended yet
+                    deadline = now + self.own.timeout
+                if self._ready(doc, begin):
+                    self.change(lambda found: self._form(found, begin))
+            else:
+                self.change(lambda found: self._arrive(found, about))
+            if now > deadline:
+                raise RendezvousTimeoutError(self._who_is_missing(doc))
+            time.sleep(0.05)
+        self.spare, self.round = False, doc.round
+        self.begun, self.begun_at = time.monotonic(), self.reached()
+        _, address, port = doc.machines[doc.members[0]]
+        rank, size = doc.members.index(self.me), len(doc.members)
+        shared = PrefixStore(f"{self.run_id}/agents/{doc.round}", self.store)
+        return RendezvousInfo(shared, rank, size, RendezvousStoreInfo(address, port))
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0 while this round goes on, else 1. Raises `RendezvousClosedError` at its end."""
+        if self.is_closed():
+            raise RendezvousClosedError(self.ending())
+        doc = self.look()
+        return int(doc is None or doc.round != self.round)
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        doc = self.look()
+        return doc is not None and self.run >= 0 and (doc.run != self.run or bool(doc.closed))
+
+    def set_closed(self) -> None:
+        """See base class."""
+        self.close(1, f"{self.own.name} has given up")
+
+    def shutdown(self) -> bool:
+        """Leave the run to the others: an error of one launcher ends it for nobody.
+
+        Returns whether they hear of it. Where they meet at this machine, it waits for their end.
+        """
+        end = time.monotonic() + END_SECONDS
+        with contextlib.suppress(RendezvousError):
+            while self.own.holds_store and self.document and time.monotonic() < end:
+                if not {*self.document.all()} - {self.me}:
+                    break
+                self.look()
+                time.sleep(0.05)
+            if not self.left:
+                self.change(lambda doc: doc.drop([self.me], "has ended"), END_SECONDS)
+            self.left = True
+        return self.left
+
+    def look(self) -> Document | None:
+        """Return the newest document. Raises what the thread has met, or that nobody answers."""
+        now = time.monotonic()
+        if self.answers != self.heard:
+            self.heard, self.unanswered = self.answers, 0.0
+        else:
+            self.unanswered += min(now - self.last_tick, STILL_SECONDS)
+        self.last_tick = now
+        # The others count from the last beat that they have seen.
+        patience = max(1.0, self.lost - self.beat_seconds) if self.connected else self.own.timeout
+        if self.unanswered > patience and self.error is None:
+            text = f"their store has not answered for {patience:g} s"
+            text = text if self.connected else f"nobody answers there in {patience:g} s"
+            self.error = RendezvousConnectionError(text)
+        if self.error is not None:
+            raise self.error
+        return self.document
+
+    def change(self, how: Change, seconds: float = math.inf) -> Document:
+        """Change the document by `how`, unless that changes nothing. Return it then."""
+        result: Future[Document] = Future()
+        self.work.put((how, result))
+        end = time.monotonic() + seconds
+        while not result.done():
+            self.look()
+            if time.monotonic() > end:
+                raise RendezvousConnectionError(f"no answer of their store in {seconds:g} s")
+            with contextlib.suppress(TimeoutError):
+                return result.result(0.05)
+        return result.result()
+
+    def change_round(self, how: Change) -> Document:
+        """Change the document, unless this machine's round or run has ended. Return it then."""
+
+        def change(doc: Document) -> None:
+            if doc.round == self.round and not doc.closed and self.me in doc.members:
+                how(doc)
+
+        return self.change(change)
+
+    def leave_after_step(self, signal: str) -> None:
+        """Let the ranks of all machines end after a step, so that this machine can leave.
+
+        The run stops where the others meet at it, or are too few.
+        """
+
+        def leave(doc: Document) -> None:
+            doc.leaving[self.me] = signal
+            doc.ask = "stop" if self.own.holds_store else doc.ask
+
+        if (doc := self.look()) and self.me not in doc.leaving:
+            self.change_round(leave)
+
+    def asked(self) -> str:
+        """Return how the ranks are to end after a step, and by which signals; empty: not.
+
+        It asks for it where machines leave, or may join: those once a later step was reported than
+        before, else they could keep a run from any step.
+        """
+        doc, now = self.look(), time.monotonic()
+        if doc is None or doc.round != self.round:
+            return ""
+        if len(doc.leaving) != self.leaving:
+            self.leaving, self.leaving_since = len(doc.leaving), now
+        needs = doc.needs(self.usable)
+        if needs != "stop" and now < max(self.begun, self.leaving_since) + LEAVE_SECONDS:
+            needs = ""
+        if not (needs or doc.ask) and doc.may_grow(self.usable):
+            reached, late = self.reached(), now >= self.begun + self.own.join_seconds
+            self.begun_at = min(self.begun_at, reached)  # the run may have gone back
+            needs = "memory" if late and reached > self.begun_at else ""
+
+        def ask(doc: Document) -> None:
+            doc.ask = max(doc.ask, needs, key=ASKS.index)
+
+        if ASKS.index(needs) > ASKS.index(doc.ask):
+            doc = self.change_round(ask)
+        return " ".join([doc.ask, *dict.fromkeys(doc.leaving.values())]) if doc.ask else ""
+
+    def done(self, code: int | None) -> bool:
+        """Say that the ranks here have ended as they should; wait for those of the others.
+
+        Their exit code ends the run, or None the round. Returns whether it was so; else another
+        thing has ended the round, and the machines meet again.
+        """
+
+        def finish(doc: Document) -> None:
+            if self.me not in doc.done:
+                doc.finish(self.me, code)
+
+        doc = self.change_round(finish)
+        while doc.run == self.run and doc.round == self.round and not doc.closed:
+            time.sleep(0.05)
+            doc = self.look() or doc
+        if code is None:
+            return doc.round == self.round + 1 and self.me not in doc.all()
+        return self.is_closed()
+
+    def fail(self, most: int, code: int, what: str) -> bool:
+        """Tell all machines that ranks here have failed. Return whether they start again."""
+        step = self.reached()
+        return not self.change_round(lambda doc: doc.fail(step, most, code, what)).closed
+
+    def end_round(self, why: str) -> None:
+        """End this round, for a reason that all machines can tell."""
+        self.change_round(lambda doc: doc.end_round(why))
+
+    def close(self, code: int, how: str) -> None:
+        """End the run on all machines, unless they go on without this one."""
+
+        def end(doc: Document) -> None:
+            if (
+                doc.run == self.run
+                and not doc.closed
+                and (self.me in doc.members or not doc.formed)
+            ):
+                doc.close(code, how)
+
+        with contextlib.suppress(RendezvousError):
+            self.change(end, END_SECONDS)
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of this run, where it has ended."""
+        doc = self.document
+        return doc.code if doc and doc.code_of == self.run else None
+
+    def ending(self) -> str:
+        """Return how the run has ended, in words."""
+        doc = self.document
+        return doc.closed if doc and doc.run == self.run and doc.closed else ENDED
+
+    def change_in_words(self) -> str:
+        """Return why this round has ended."""
+        doc = self.look()
+        if doc is None or self.me not in doc.all():
+            return "the other machines go on without this one"
+        return doc.why
+
+    def _who_is_missing(self, doc: Document | None) -> str:
+        if doc is None or self.round < 0:
+            came = doc.names(doc.here) if doc else self.own.name
+            return f"only {came} came in {self.own.timeout:g} s, and {self.usable[0]} are needed"
+        missing = doc.names({*doc.was} - {*doc.here}) or "too many"
+        return f"{missing} did not come back in {self.own.timeout:g} s, nor another machine instead"
+
+    def _arrive(self, doc: Document, about: list[object]) -> None:
+        sizes = self.own.sizes
+        bounds = f"NNODES = {sizes.asked} and NGPU = {sizes.per_machine}"
+        if self.run < 0 and (doc.closed or (doc.n and not doc.all())):
+            doc.begin_run()
+        if self.run >= 0 and (doc.closed or doc.run != self.run):
+            return
+        if doc.bounds not in ("", bounds):
+            if self.live & {*doc.all()}:
+                raise UserError(
+                    f"{self.own.name} has {bounds}, and the first machine {doc.bounds[:100]}: "
+                    "give all machines the same"
+                )
+            return  # they may all be gone
+        if self.me in doc.members:
+            if doc.round > self.round:
+                return  # the round has just been formed
+            doc.end_round(f"ranks on {self.own.name} have ended")
+        doc.bounds = bounds
+        doc.arrive(self.me, about)
+
+    def _ready(self, doc: Document, begin: float) -> bool:
+        """Return whether the machines that are here may form a round."""
+        if doc.formed or doc.expected or not largest(self.usable, len(doc.here)):
             return False
-        time.sleep(seconds)
-        if backend.get_state() == found:
-            state = _RendezvousState()
-            # What lies in the store under earlier rounds is theirs. And a launcher of theirs that
-            # wakes up has not been in the round before.
-            state.round = before.round + 2
-            changed = backend.set_state(pickle.dumps(state), found[1])
-            return changed is not None and changed[2]
-    return False
+        waited = time.monotonic() >= begin + self.own.timeout - MARGIN_SECONDS
+        return waited or len(doc.here) >= self.usable[-1] or self._goes_on(doc)
 
+    def _goes_on(self, doc: Document) -> bool:
+        """Return whether a run goes on, of whose machines one is here or was seen to live."""
+        return bool({*doc.was} & {*self.live, self.me, *doc.here})
 
-class Checked(RendezvousBackend):
-    """A backend whose state is unpickled only if it is one, and signed where there is a secret.
+    def _form(self, doc: Document, begin: float) -> None:
+        if self.me not in doc.here or not self._ready(doc, begin):
+            return
+        if doc.was and not self._goes_on(doc):  # the newcomers at a dead run begin another one
+            kept = {name: getattr(doc, name) for name in ("here", "machines", "bounds")}
+            doc.begin_run()
+            vars(doc).update(kept)
+        doc.form(largest(self.usable, len(doc.here)))
 
-    A store that does not answer for some `seconds` cannot be reached: this machine is lost to the
-    others then. torch would wait for the answer, without end where the network is cut.
-    """
-
-    def __init__(
-        self,
-        backend: RendezvousBackend,
-        run_id: str,
-        secret: str | None,
-        seconds: float | None = None,
-    ) -> None:
-        self.backend, self.run_id, self.secret, self.seconds = backend, run_id, secret, seconds
-        self.silent = False
-        """Whether the store has not answered, for any thread of this process."""
-
-    @property
-    def name(self) -> str:
-        return self.backend.name
-
-    def get_state(self) -> tuple[bytes, Token] | None:
-        found = self.answer(self.backend.get_state)
-        return found and (self.checked(found[0]), found[1])
-
-    def set_state(
-        self, state: bytes, token: Token | None = None
-    ) -> tuple[bytes, Token, bool] | None:
-        # Where another launcher has written before, it is that one's state that comes back.
-        found = self.answer(partial(self.backend.set_state, self.signed(state), token))
-        return found and (self.checked(found[0]), *found[1:])
-
-    def answer(self, ask: Callable[[], T]) -> T:
-        """Return what the store answers. Raises `RendezvousConnectionError` if it does not."""
-        with contextlib.suppress(TimeoutError):
-            if not self.silent:
-                return done_in(self.seconds, ask)
-        assert self.seconds is not None  # else an answer is waited for
-        self.silent = True
-        raise unanswered(self.seconds)
-
-    def signed(self, state: bytes) -> bytes:
-        """Return a state as it lies in the store."""
-        if self.secret is None:
-            return state
-        text = self.run_id.encode() + b"\0" + state
-        return SIGNED + hmac.digest(os.fsencode(self.secret), text, "sha256") + state
-
-    def checked(self, stored: bytes) -> bytes:
-        """Return the state that lies in the store. Raises `RendezvousStateError` for another."""
-        state = stored
-        if self.secret is not None:
-            state = stored[len(SIGNED) + DIGEST_BYTES :]
-            if not hmac.compare_digest(self.signed(state), stored):
-                raise RendezvousStateError("it is not signed by the RDZV_TOKEN of this machine")
-        elif stored.startswith(SIGNED):
-            raise RendezvousStateError("it is signed by an RDZV_TOKEN, and this machine has none")
+    def _serve(self) -> None:
+        """Show that this machine lives, look at the document and at the others, until the end."""
+        count, due = 0, 0.0
         try:
-            found = StateUnpickler(io.BytesIO(state)).load()
-        except Exception as error:  # whatever bytes of others make of the unpickler
-            raise RendezvousStateError(f"it cannot be read: {error}") from None
-        if not is_state(found):
-            raise RendezvousStateError("it is no state of a rendezvous")
-        return state
+            while not self.connected:
+                with contextlib.suppress(RuntimeError):  # nobody listens there yet
+                    self.store, self.connected = self.connect(), True
+                time.sleep(0 if self.connected else LOOK_SECONDS)
+            self.answers = 1
+            while not (self.left and self.work.empty()):
+                how = None
+                with contextlib.suppress(queue.Empty):
+                    how, result = self.work.get(timeout=LOOK_SECONDS)
+                if time.monotonic() >= due:
+                    count, due = count + 1, time.monotonic() + self.beat_seconds
+                    self.store.set(key := self._key(self.me), self._sealed(key, str(count)))
+                if self.store.check([key := self._key("document")]):
+                    self._take(self.store.get(key))
+                elif self.bytes:
+                    raise RendezvousConnectionError("their store has lost what it knew")
+                self._judge()
+                if how is not None:
+                    result.set_result(self._write(how))
+                self.answers += 1
+        except RuntimeError as error:  # torch's `DistError`
+            self.error = RendezvousConnectionError(str(error).splitlines()[0])
+        except Exception as error:
+            self.error = error
 
+    def _take(self, stored: bytes) -> None:
+        if stored == self.bytes:
+            return
+        doc, before = read_document(self._opened(self._key("document"), stored)), self.document
+        if before and (doc.n <= before.n or doc.round < before.round):
+            raise RendezvousStateError("it is older than what this machine has read before")
+        if before and (doc.meeting != before.meeting or doc.run < before.run):
+            raise RendezvousStateError("it is of other machines than before")
+        self.bytes, self.document = stored, doc
 
-class StateUnpickler(pickle.Unpickler):
-    """Reads the state of a rendezvous without running code that it brings."""
+    def _write(self, how: Change) -> Document:
+        """Change the document at the store by `how`. Return what lies there then."""
+        key = self._key("document")
+        while True:
+            doc = deepcopy(self.document) or Document(secrets.token_hex(8))
+            how(doc)
+            if doc == self.document:
+                return doc
+            doc.n, doc.by = doc.n + 1, self.me
+            wanted, old = self._sealed(key, text_of(doc)), self.bytes
+            found = self.store.compare_set(key, old.decode(), wanted)
+            if found == old:  # so it answers for a key that is not there any more
+                raise RendezvousConnectionError("their store has lost what it knew")
+            self._take(found)
+            if found == wanted.encode():
+                return doc
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return ALLOWED[module, name]
+    def _judge(self) -> None:
+        """Drop machines whose beats have not changed for too long, while this machine looked."""
+        now, doc = time.monotonic(), self.document
+        if doc is None or doc.closed or now - self.last_look < STILL_SECONDS:
+            return
+        self.looked += min(now - self.last_look, 2 * STILL_SECONDS)
+        self.last_look = now
+        others = [each for each in doc.all() if each != self.me]
+        keys = [self._key(each) for each in others]
+        there = bool(keys) and self.store.check(keys)  # to ask for a key that is not there waits
+        found = self.store.multi_get(keys) if there else [b""] * len(keys)
+        silent = []
+        for each, key, stored in zip(others, keys, found, strict=True):
+            before, count, at = self.beats.setdefault(each, (b"", -1, self.looked))
+            if stored != before and (new := self._beat(key, stored)) > count:
+                self.beats[each] = stored, new, self.looked
+                if count >= 0:
+                    self.live.add(each)
+            elif self.looked - at > self.lost:
+                silent.append(each)
 
+        if silent:
+            self._write(lambda doc: doc.drop(silent, "fell silent"))
 
-def is_state(found: object) -> bool:
-    """Return whether all parts of the unpickled data have the types that torch expects."""
-    if type(found) is not _RendezvousState or vars(found).keys() != vars(_RendezvousState()).keys():
-        return False
-    nodes = (found.participants, found.last_heartbeats, found.wait_list, found.redundancy_list)
-    return (
-        all(map(is_count, (found.round, found.complete, found.closed)))
-        and all(map(isinstance, nodes, (dict, dict, set, set)))
-        and all(is_node(each) for group in nodes for each in group)
-        and all(map(is_count, found.participants.values()))
-        and all(map(is_time, found.last_heartbeats.values()))
-        and (found.deadline is None or is_time(found.deadline))
-    )
+    def _beat(self, key: str, stored: bytes) -> int:
+        """Return the count of a beat; -1 for what is none."""
+        with contextlib.suppress(RendezvousStateError, ValueError):
+            return int(self._opened(key, stored)[:15])
+        return -1
 
+    def _key(self, name: str) -> str:
+        return f"{self.run_id}/machines/{name}"
 
-def is_count(value: object) -> bool:
-    """Return whether a value is a whole number that any part of torch can take."""
-    return isinstance(value, int) and 0 <= value < 2**31
+    def _sealed(self, key: str, text: str) -> str:
+        """Return a text as it lies at the store: after its digest, where there is a secret."""
+        if self.own.secret is None:
+            return f"- {text}"
+        secret = os.fsencode(self.own.secret)
+        return f"{hmac.new(secret, f'{key} {text}'.encode(), 'sha256').hexdigest()} {text}"
 
-
-def is_node(value: object) -> bool:
-    """Return whether a value names a launcher."""
-    return (
-        isinstance(value, _NodeDesc)
-        and isinstance(value.addr, str)
-        and is_count(value.pid)
-        and is_count(value.local_id)
-    )
-
-
-def is_time(value: object) -> bool:
-    """Return whether a value is a time that can be compared with the present."""
-    return isinstance(value, datetime) and value.tzinfo == UTC
+    def _opened(self, key: str, stored: bytes) -> str:
+        """Return the text that lies at the store. Raises `RendezvousStateError` if it is forged."""
+        digest, _, text = stored[: LARGEST + 100].decode(errors="replace").partition(" ")
+        if hmac.compare_digest(self._sealed(key, text).encode(), stored):
+            return text
+        if self.own.secret is not None:
+            why = "it is not signed by the RDZV_TOKEN of this machine"
+        elif re.fullmatch("[0-9a-f]{64}", digest):
+            why = "it is signed by an RDZV_TOKEN, and this machine has none"
+        else:
+            why = "it is no document of machines"
+        raise RendezvousStateError(why)

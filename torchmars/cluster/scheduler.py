@@ -4,9 +4,7 @@ It is all that ranks and commands know of a scheduler: run_train.sh starts jobs,
 comparison/slurm.py submits trials.
 """
 
-import re
-import subprocess
-import time
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -16,63 +14,14 @@ from torchmars.core.typed import whole_number
 
 # The variables of a job, instead of one of run_train.sh's that is not set.
 VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
-# run_train.sh's variable with the endpoint of a job for which nobody has set one.
-JOB_ENDPOINT = "TORCHMARS_JOB_ENDPOINT"
 CORES, JOB, NODE = "SLURM_CPUS_ON_NODE", "SLURM_JOB_ID", "SLURMD_NODENAME"
-ARRAY, RESTARTS = "SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT"
-LOOK_SECONDS, UNNOTICED_SECONDS = 5.0, 900.0
+FIRST, COUNT = 20_000, 12_000  # ports below those that systems give away
+RESTARTS, PARTS = "SLURM_RESTART_COUNT", "SLURM_HET_SIZE"
 
 
 def in_batch_job(variables: Mapping[str, str]) -> bool:
     """Return whether this is the script or a step of a job, and not started by hand."""
     return bool(variables.get(JOB)) and variables.get("ENVIRONMENT") == "BATCH"
-
-
-def of_elastic_job(variables: Mapping[str, str]) -> bool:
-    """Return whether this is part of a job that goes on without its lost nodes, by NNODES=MIN:MAX.
-
-    Its machines meet at the node of its script.
-    """
-    elastic = ":" in variables.get("NNODES", "") and JOB_ENDPOINT in variables
-    return in_batch_job(variables) and elastic
-
-
-def array_of_machines(variables: Mapping[str, str]) -> str | None:
-    """Return the number of the array whose jobs are the machines of one run; None for other jobs.
-
-    That is an array which NNODES=MIN:MAX was given. SLURM puts a job of it back into the queue when
-    its node is lost, and it may join the run again, which a node of one job cannot.
-    """
-    elastic = ":" in variables.get("NNODES", "")
-    return variables.get(ARRAY) if in_batch_job(variables) and elastic else None
-
-
-def requeue_without_script(variables: Mapping[str, str]) -> None:
-    """Put the job of this process back into the queue once the node of its script is lost.
-
-    `sbatch --no-kill` keeps such a job, in which nothing runs any more. SLURM notices later than
-    the machines do, by default after 300 s: the function looks for `UNNOTICED_SECONDS`. A job that
-    may not come back is cancelled.
-    """
-    job, deadline = variables[JOB], time.monotonic() + UNNOTICED_SECONDS
-    while time.monotonic() < deadline:
-        told = dict(
-            re.findall(r"\b(JobState|BatchHost|NodeList)=(\S+)", scontrol("show", "job", job))
-        )
-        first, nodes = told.get("BatchHost"), told.get("NodeList", "")
-        if told.get("JobState") != "RUNNING" or first == variables.get(NODE):
-            return
-        if first not in scontrol("show", "hostnames", nodes).split():
-            scontrol("requeue", job)
-            scontrol("update", f"JobId={job}", f"NumNodes={variables.get(VARIABLES['NNODES'])}")
-            subprocess.run(["scancel", "--state=RUNNING", job], capture_output=True)
-            return
-        time.sleep(LOOK_SECONDS)
-
-
-def scontrol(*words: str) -> str:
-    """Return what SLURM's command prints; nothing where it fails."""
-    return subprocess.run(["scontrol", *words], capture_output=True, text=True).stdout
 
 
 @dataclass
@@ -123,3 +72,23 @@ def number_of(variables: Mapping[str, str], name: str, default: int) -> int:
     """Return the whole number that a variable has, or else the default."""
     value = whole_number(variables.get(name, ""))
     return value if isinstance(value, int) else default
+
+
+def job_port(job: int) -> int:
+    """Return the port at which the machines of a job meet: its own, or the next that is free.
+
+    Without any it is the job's own, of which its first machine says that it is taken.
+    """
+    own = [FIRST + (job + more) % COUNT for more in range(COUNT)]
+    return next((port for port in own if can_listen("", port)), own[0])
+
+
+def can_listen(address: str, port: int) -> bool:
+    """Return whether this machine has an address, and nothing listens on a port of it."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True

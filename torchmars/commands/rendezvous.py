@@ -9,11 +9,10 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from torchmars.cluster.endpoint import listen
-from torchmars.cluster.environment import read_variable
-from torchmars.cluster.signals import stopping
+from torchmars.cluster.environment import read_variable, split_endpoint
+from torchmars.cluster.process import stopping
 from torchmars.core.console import labelled, say
-from torchmars.core.errors import exit_on_user_error
+from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
 
@@ -43,12 +42,17 @@ def main() -> None:
         signals = [each for each in stopping() if signal.getsignal(each) != signal.SIG_IGN]
         # Before there are threads of the store, which would take the signals.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        listener = listen(endpoint, secret is not None)
-        from torch.distributed import TCPStore
+        split_endpoint(endpoint, "ENDPOINT")
+        from torchmars.cluster.endpoint import is_private, listen, open_meeting  # they bring torch
 
+        if secret is None and not is_private(endpoint):
+            raise UserError(
+                f"whoever reaches {endpoint} could join the runs that meet there: set RDZV_TOKEN "
+                "to the secret of their launchers"
+            )
+        listener = listen(endpoint, f"the rendezvous {endpoint}")
         address, port = listener.getsockname()[:2]
-        number = listener.detach()
-        store = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=number)
+        store = open_meeting(address, port, listener)
         say(*labelled("meet", f"at {endpoint}, until this process ends"))
         sys.stdout.flush()
         by = signal.Signals(signal.sigwait(signals or [signal.SIGQUIT]))

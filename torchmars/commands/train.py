@@ -10,16 +10,8 @@ import sys
 from dataclasses import dataclass
 
 from torchmars.cluster import process
-from torchmars.cluster.callers import follow_caller
-from torchmars.cluster.environment import (
-    check_copies,
-    check_shown,
-    check_temporary_folder,
-    cores_of,
-    read_environment,
-)
-from torchmars.cluster.scheduler import JOB, array_of_machines, in_batch_job
-from torchmars.cluster.shared_secret import shared_secret
+from torchmars.cluster.environment import check_copies, check_temporary_folder, read_environment
+from torchmars.cluster.scheduler import in_batch_job
 from torchmars.cluster.sizes import sizes_of
 from torchmars.config.load import load_config, require_config
 from torchmars.core import console
@@ -47,7 +39,7 @@ class Train:
 
 def main() -> None:
     """Train the run of the config that the command line names; ends the process."""
-    follow_caller()
+    process.follow_caller()
     with exit_on_user_error():
         options, rest = take_options(Train, sys.argv[1:])
         if rest[:1] == [""]:
@@ -61,20 +53,11 @@ def main() -> None:
         require_config(rest)
         if options.complete:
             raise Ended(0 if is_complete(config) else EXIT_STOPPED)
-        ranks = environment.NGPU or process.local_gpus() or 2
-        check_shown(environment.LOG_RANK, ranks)
-        os.environ.update(environment.rank_variables(ranks, cores_of(os.environ)))
         if options.quiet:
             console.logger.setLevel(logging.WARNING)
         from torchmars.commands import launch
 
         if options.prepare:
-            sizes = sizes_of(config, environment.NNODES, ranks)
-            return launch.prepare(config, sizes)
-        own = ["--prepared"] if options.prepared else []
-        array = array_of_machines(os.environ)
-        if array is not None and "RDZV_TOKEN" not in os.environ:
-            os.environ["RDZV_TOKEN"] = shared_secret(config.run.path, array)
-        job = array or os.environ.get(JOB) or config.run.name
-        torchrun = environment.torchrun_options(ranks, job)
-        launch.main([*own, *torchrun, "-m", "torchmars.train", *rest], config)
+            ranks = environment.NGPU or process.local_gpus() or 2
+            return launch.prepare(config, sizes_of(config, environment.NNODES, ranks))
+        launch.start_ranks(environment, config, ["-m", "torchmars.train"], rest, options.prepared)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from torchmars.cluster.signals import StopSignals
+from torchmars.cluster.process import StopSignals
 from torchmars.comparison.local import LocalTrials
 from torchmars.comparison.results import TrialResult
 from torchmars.comparison.slurm import SlurmTrials

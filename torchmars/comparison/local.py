@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from torchmars.benchmark.measure import ranks_of
-from torchmars.cluster.callers import found_as_here, start_launcher
 from torchmars.cluster.environment import cores_of, read_environment
-from torchmars.cluster.signals import send_once_gone
+from torchmars.cluster.process import found_as_here, send_once_gone, start_launcher
 from torchmars.comparison.study import Study, Trial
 from torchmars.comparison.trials import OUTPUT_FILE, write_trial
 from torchmars.core.device import limited_to, visible_gpus

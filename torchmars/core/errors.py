@@ -19,10 +19,7 @@ EXIT_MISTAKE = 2
 EXIT_UNCONNECTED = 69  # EX_UNAVAILABLE of sysexits.h: not connected in time; start it again
 EXIT_HUNG = 70  # EX_SOFTWARE
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again to resume
-# Of ranks that end to start again with other machines, and of those whose machine leaves the run.
-# Only launchers see them.
-EXIT_REGROUP = 76
-EXIT_LEFT = 77
+EXIT_REGROUP = 76  # of ranks that end to start again with other machines: only launchers see it
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 LONGEST = 1000  # characters of an error line
@@ -82,13 +79,6 @@ def file_errors(problem: str, remedy: str = "") -> Iterator[None]:
 
 class LostRank(Exception):
     """Another rank is gone, or never came: its own error matters, and this says where to look."""
-
-
-class NoTraffic(Exception):
-    """The ranks are connected, but cannot exchange data.
-
-    The network's settings are wrong, or another rank has died.
-    """
 
 
 class OutOfMemory(Exception):

@@ -1,17 +1,11 @@
 """How ranks end after a step before the last: the run stops, or goes on with other machines."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchmars.cluster import process
 from torchmars.config import ResolvedConfig
-from torchmars.core.errors import EXIT_LEFT, EXIT_REGROUP, EXIT_STOPPED
-from torchmars.parallel.layout import Layout
+from torchmars.core.errors import EXIT_REGROUP, EXIT_STOPPED
 from torchmars.training.checkpointer import Checkpointer, RunState
-
-# How long a machine that leaves waits for others that are sent the same signal.
-OTHERS_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -23,7 +17,9 @@ class StepFlags:
     gone: bool
     """The run's folder is."""
     regroup: bool
-    """Machines join the run."""
+    """The run goes on with other machines, from copies in memory."""
+    save: bool
+    """It goes on from a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +33,29 @@ class Ending:
 
 
 STOP = Ending(EXIT_STOPPED, save=True)
-JOIN = Ending(EXIT_REGROUP)
+REGROUP, SAVE = Ending(EXIT_REGROUP), Ending(EXIT_REGROUP, save=True)
 
 
 class Endings:
-    """Whether and how the ranks end after a step before the last. Every rank makes the same calls.
+    """Whether and how the ranks end after a step before the last.
 
-    `first` is the first step since they have started.
+    Every rank makes the same calls.
     """
 
-    def __init__(self, config: ResolvedConfig, checkpointer: Checkpointer, first: int) -> None:
-        self.config, self.checkpointer, self.first = config, checkpointer, first
-        self.joins_from = 0
-        """The first step after which machines may join."""
+    def __init__(self, config: ResolvedConfig, checkpointer: Checkpointer) -> None:
+        self.config, self.checkpointer = config, checkpointer
+        self.regroups_from = 0
+        """The first step after which the run may go on with other machines."""
 
     def after_step(self, step: int, flags: StepFlags) -> Ending | None:
         """Return how this rank ends after `step`, which was just made; None if it goes on."""
         if step == self.config.training.last_step:
             return None
-        if flags.stop and step > self.first and process.fewest_ranks() is not None:
-            return leaving(self.checkpointer.layout)
-        if flags.stop:  # in the first step: it came while machines met, and none leaves alone
+        if flags.stop:
             return STOP
-        return JOIN if flags.regroup and step >= self.joins_from else None
+        if step < self.regroups_from:
+            return None
+        return SAVE if flags.save else REGROUP if flags.regroup else None
 
     def if_kept(
         self, ending: Ending, state: RunState, saved: bool, save: Callable[[], None]
@@ -67,7 +63,7 @@ class Endings:
         """Keep the run for the ranks that go on from here; return `ending`, None if that failed.
 
         In memory or else in a checkpoint, which may be `saved` already. If it fails, these ranks
-        make another step; machines that join then wait as long as for a checkpoint.
+        make other steps, for as long as to a checkpoint.
         """
         if ending is STOP:  # the last save tells whether it failed
             return ending
@@ -80,22 +76,5 @@ class Endings:
         self.checkpointer.saver.wait()
         if not self.checkpointer.saver.error:
             return ending
-        if ending is JOIN:
-            self.joins_from = state.step + max(1, self.config.checkpoint.interval)
+        self.regroups_from = state.step + max(1, self.config.checkpoint.interval)
         return None
-
-
-def leaving(layout: Layout) -> Ending:
-    """Return how this rank ends, since machines of an elastic run have been sent a signal.
-
-    One that the others can do without leaves, and they start again. Of several, or where ranks
-    alone were sent the signal, the run stops.
-    """
-    time.sleep(OTHERS_SECONDS)
-    notes = layout.gather(lambda: (process.machine_rank(), process.note(process.SIGNAL)))
-    sent = layout.on_first(lambda: {machine: note for machine, note in notes if note})
-    ways = [note.partition(" ")[2] for note in sent.values()]
-    if ways not in (["copy"], ["save"]):
-        return STOP
-    code = EXIT_LEFT if process.machine_rank() in sent else EXIT_REGROUP
-    return Ending(code, save=ways == ["save"])

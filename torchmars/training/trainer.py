@@ -1,13 +1,14 @@
 """The training loop, in time order."""
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import astuple
 
 from torch import Tensor
 
 from torchmars.cluster import process
-from torchmars.cluster.signals import StopSignals
+from torchmars.cluster.process import StopSignals
 from torchmars.cluster.watchdog import Watchdog
 from torchmars.config import ResolvedConfig
 from torchmars.core.device import is_gpu
@@ -20,7 +21,7 @@ from torchmars.parallel.layout import FlagExchange
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.records.speed import OTHER
 from torchmars.training.checkpointer import Checkpointer, Resumed
-from torchmars.training.ending import JOIN, STOP, Endings, StepFlags
+from torchmars.training.ending import REGROUP, STOP, Endings, StepFlags
 from torchmars.training.guards import LossGuard
 from torchmars.training.optimizer import MovingAverage, Schedule
 from torchmars.training.profiler import Profiler
@@ -28,6 +29,7 @@ from torchmars.training.reporter import RunReporter
 from torchmars.training.validation import Validation
 
 MOST_STEPS = 100  # between two collections of garbage
+LAUNCHER_SECONDS = 5.0  # for the launcher of a signalled rank to say what becomes of the run
 
 
 class Trainer:
@@ -57,9 +59,7 @@ class Trainer:
         self.reporter, self.metrics = reporter, reporter.metrics
         self.enter_phase = self.metrics.throughput.phases.enter
         self.profiler = Profiler(config.profiler, config.run.path / "profile", self.layout)
-        self.watchdog = Watchdog(
-            config.run.hang, self.layout, config.guards.hang_seconds, checkpointer.saver.group
-        )
+        self.watchdog = Watchdog(config.run.hang, self.layout, config.guards.hang_seconds)
         self.signals, self.garbage = StopSignals(), GarbageCollection()
         self.flags: FlagExchange
         """The `StepFlags` that ranks exchange during a step."""
@@ -68,8 +68,8 @@ class Trainer:
     def run(self) -> int:
         """Train from the step reached to the last one; validate, save and report on the way.
 
-        Returns the exit code: 0, 75 for a run that a signal stopped; `EXIT_REGROUP` or `EXIT_LEFT`
-        where it goes on with other machines.
+        Returns the exit code: 0, 75 for a run that a signal stopped; `EXIT_REGROUP` where it goes
+        on with other machines.
         """
         try:
             if self.state.step >= self.config.training.last_step:
@@ -95,7 +95,7 @@ class Trainer:
     def train(self) -> int:
         """Make the steps that are left; return the exit code, which is 0 if all were made."""
         state, config, last = self.state, self.config, self.config.training.last_step
-        endings = Endings(config, self.checkpointer, first=state.step + 1)
+        endings = Endings(config, self.checkpointer)
         ending = None
         if state.step and state.validation_loss is None and self.due(config.validation.interval):
             self.validate()  # a signal stopped the run before it could
@@ -114,7 +114,7 @@ class Trainer:
             self.reporter.report_epochs()
             ending = endings.after_step(step, flags)
             with self.metrics.throughput.paused():
-                if ending is None or ending is JOIN:  # else a machine has to end
+                if ending is None or ending is REGROUP:  # else a machine has to end
                     if self.due(config.validation.interval):
                         self.validate()
                     if self.ask_tasks is not None and self.due(config.evaluation.interval):
@@ -175,8 +175,7 @@ class Trainer:
     @property
     def signal(self) -> str | None:
         """The signal that this rank or, in an elastic run, its launcher was sent, in words."""
-        noted = process.note(process.SIGNAL)
-        return self.signals.received or (noted and noted.partition(" ")[0])
+        return process.asked()[1] or self.signals.received
 
     def look_ahead(self, next_batch: list[Tensor]) -> None:
         """Take the next batch's gradient at these weights: exact mode corrects its step by it."""
@@ -199,10 +198,15 @@ class Trainer:
 
         What happens later is told at the next step.
         """
+        how, _ = process.asked()
+        own = self.signals.received is not None
+        if process.fewest_ranks() is not None:  # its launcher, which is told too, may leave alone
+            own = own and time.monotonic() - self.signals.received_at > LAUNCHER_SECONDS
         flags = StepFlags(
-            stop=self.signal is not None,
+            stop=how == "stop" or own,
             gone=self.layout.first and is_gone(self.config.run.lock),
-            regroup=process.note(process.REGROUP) is not None,
+            regroup=how == "memory",
+            save=how == "save",
         )
         return self.layout.exchange_flags(*astuple(flags))
 

@@ -1,0 +1,208 @@
+"""The document on which the machines of a run agree: who is in the round, who waits, who is lost.
+
+It lies as JSON at a store that all reach. A change is a function of the document, which knows no
+clock and no store. `rendezvous.py` makes changes, one after another.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+LARGEST = 1 << 20  # characters of a document
+LONGEST = 1000  # characters of a text in it
+ENDED = "the run has ended"  # in a way that a rank has told
+# How ranks are asked to end after a step. A later one asks for more: that a copy of it is complete
+# in memory, or a checkpoint; that the run stops.
+ASKS = ("", "memory", "save", "stop")
+
+
+@dataclass
+class Document:
+    """All that the machines agree on. A machine is named by the 16 hex digits of its launcher.
+
+    `meeting` is a name of this store's machines: with `round`, which grows over all runs that meet
+    there in turn, it fences what they share. `n` counts changes, and `by` made the last one: no two
+    write the same bytes, and nobody reads a document whose `n` is not higher than what it has seen.
+    """
+
+    meeting: str
+    n: int = 0
+    by: str = ""
+    run: int = 0
+    round: int = 0
+    formed: bool = False  # the round goes on
+    bounds: str = ""  # the numbers of machines and ranks that were asked for, in words
+    why: str = ""  # the round before has ended
+    closed: str = ""  # how the run has ended
+    code: int = 0  # the exit code of the run that ended last, and which it was
+    code_of: int = -1
+    failed_in: int = -1  # the last round in which ranks failed, the step by then,
+    failed_at: int = 0
+    failures: int = 0  # and how often they have since the run got further
+    ask: str = ""  # how the ranks of this round are to end after a step: one of `ASKS`
+    members: list[str] = field(default_factory=list)  # of the round, in the order of their ranks
+    was: list[str] = field(default_factory=list)  # members of the round before,
+    expected: list[str] = field(default_factory=list)  # who live and have not come back yet
+    here: list[str] = field(default_factory=list)  # have come to the next round
+    waiting: list[str] = field(default_factory=list)  # for a place, while a round goes on
+    done: list[str] = field(default_factory=list)  # members whose ranks have ended as they should
+    leaving: dict[str, str] = field(default_factory=dict)  # members sent a signal, and its name
+    machines: dict[str, list[Any]] = field(default_factory=dict)  # name, address, free port there
+
+    def all(self) -> list[str]:
+        """Return everyone who should live."""
+        return [*self.members, *self.expected, *self.here, *self.waiting]
+
+    def names(self, machines: Iterable[str]) -> str:
+        """Return the names of machines, in words."""
+        return ", ".join(sorted({self.machines[each][0] for each in machines}))
+
+    def begin_run(self) -> None:
+        """Let another run begin, since the one before has ended."""
+        kept = {name: getattr(self, name) for name in ("n", "code", "code_of")}
+        vars(self).update(vars(Document(self.meeting, run=self.run + 1, round=self.round + 1)))
+        vars(self).update(kept)
+
+    def arrive(self, machine: str, about: list[Any]) -> None:
+        """Let a machine come to the next round, or wait for a place in this one."""
+        self._take_out({machine})
+        (self.waiting if self.formed else self.here).append(machine)
+        known = {*self.all(), *self.was}
+        self.machines = {each: it for each, it in self.machines.items() if each in known}
+        self.machines[machine] = about
+
+    def form(self, most: int) -> None:
+        """Form the round of the first `most` machines that are here.
+
+        First come those of the last round, in their order: they have copies of the run.
+        """
+        order = [each for each in self.was if each in self.here]
+        order += [each for each in self.here if each not in order]
+        self.members, self.waiting = order[:most], order[most:] + self.waiting
+        self.here, self.expected, self.done, self.formed = [], [], [], True
+
+    def end_round(self, why: str) -> None:
+        """End the round that goes on: its machines meet again."""
+        self.was, self.expected, self.members = self.members, list(self.members), []
+        self.here, self.waiting = self.waiting, []
+        self.formed, self.done, self.ask = False, [], ""
+        self.why, self.round = why[:LONGEST], self.round + 1
+
+    def drop(self, machines: Iterable[str], why: str) -> None:
+        """Take machines out. If they were in the round, it ends for the reason `why`."""
+        gone = {*machines} & {*self.all()}
+        named = f"{self.names(gone & {*self.members, *self.expected})} {why}"
+        if self.formed and gone & {*self.members}:
+            self.end_round(named)
+        elif gone & {*self.expected}:
+            self.why = f"{self.why}, {named}"[:LONGEST]
+        self._take_out(gone)
+
+    def close(self, code: int, how: str) -> None:
+        """End the run for all machines."""
+        self.closed, self.code, self.code_of = how[:LONGEST], code, self.run
+
+    def finish(self, machine: str, code: int | None) -> None:
+        """Note that all ranks of a machine have ended as they should.
+
+        The last one ends the run with their exit code. If that is None, it ends the round.
+        """
+        self.done.append(machine)
+        if not {*self.done} >= {*self.members}:
+            return
+        if code is not None:
+            self.close(code, ENDED)
+            return
+        leave, join = [*self.leaving], self.names(self.waiting)
+        why = [f"{self.names(leave)} leaves"] if leave else []
+        self.end_round(", ".join([*why, *([f"{join} joins"] if join else [])]))
+        self._take_out({*leave})
+
+    def fail(self, step: int, most: int, code: int, what: str) -> None:
+        """Count a failure of ranks, once a round, and again from 1 where the run got further.
+
+        It ends the round, or the run where `most` failures are exceeded.
+        """
+        if self.failed_in != self.round:
+            self.failures = 1 if step > self.failed_at else self.failures + 1
+            self.failed_in, self.failed_at = self.round, max(step, self.failed_at)
+        if self.failures > most:
+            self.close(code, what)
+        else:
+            self.end_round(what)
+
+    def may_grow(self, usable: Sequence[int]) -> bool:
+        """Return whether more machines than in this round could be in the next one."""
+        return largest(usable, len(self.members) + len(self.waiting)) > len(self.members)
+
+    def needs(self, usable: Sequence[int]) -> str:
+        """Return how the ranks have to end after a step, since machines leave."""
+        stay = len(self.members) - len(self.leaving)
+        if not self.leaving:
+            return ""
+        if not largest(usable, stay + len(self.waiting)):
+            return "stop"
+        # With several, or with one that has no place any more, parts of the copies go.
+        return "memory" if len(self.leaving) == 1 and largest(usable, stay) == stay > 0 else "save"
+
+    def _take_out(self, gone: set[str]) -> None:
+        for group in (self.members, self.expected, self.here, self.waiting):
+            group[:] = [each for each in group if each not in gone]
+        self.leaving = {each: name for each, name in self.leaving.items() if each not in gone}
+
+
+def largest(usable: Sequence[int], machines: int) -> int:
+    """Return with how many of so many machines the run goes; 0: with none."""
+    return max((each for each in usable if each <= machines), default=0)
+
+
+def write_document(document: Document) -> str:
+    """Return the text of a document."""
+    return json.dumps(asdict(document))
+
+
+def read_document(text: str) -> Document:
+    """Return the document in a text. Raises `RendezvousStateError` unless it can be one."""
+    try:
+        raw: Any = json.loads(text) if len(text) <= LARGEST else None
+        found = Document(**raw)
+        for name, value in asdict(Document("")).items():
+            _require(type(raw[name]) is type(value))
+        _check_parts(found)
+        return found
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise RendezvousStateError("it is no document of machines") from None
+
+
+def _check_parts(found: Document) -> None:
+    """Raise `ValueError` unless the parts of a document fit each other. Make its texts harmless."""
+    groups = [found.members, found.expected, found.here, found.waiting, found.was, found.done]
+    ids = [each for group in [*groups, [*found.leaving]] for each in group]
+    _require(all(type(each) is str for each in ids))
+    _require(all(re.fullmatch("[0-9a-f]{16}", each) for each in [found.meeting, *found.machines]))
+    numbers = (found.n, found.run, found.round, found.failed_at, found.failures, found.code)
+    _require(all(0 <= each < 2**53 for each in numbers) and found.code < 256)
+    _require(min(found.code_of, found.failed_in) >= -1 and found.ask in ASKS)
+    _require(len(found.all()) == len({*found.all()}) and found.formed == bool(found.members))
+    _require({*ids} <= found.machines.keys() and {*found.done} <= {*found.members})
+    for machine in found.machines.values():
+        name, address, port = machine
+        _require([type(each) for each in machine] == [str, str, int] and 0 < port < 65536)
+        _require(bool(re.fullmatch(r"[\w.:%-]{1,300}", address)))
+        machine[0] = _harmless(name)[:100]
+    for name in ("by", "bounds", "why", "closed"):
+        setattr(found, name, _harmless(getattr(found, name))[:LONGEST])
+    _require(all(re.fullmatch("[A-Z0-9]{1,20}", name) for name in found.leaving.values()))
+
+
+def _harmless(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError
