@@ -92,7 +92,11 @@ def test_the_words_of_the_start():
     [
         ((3, 3), config_of(512), "training.global_batch_size = 512 does not divide over 24"),
         ((5, 7), config_of(512), "of 5:7 with 8 ranks each: training.global_batch_size = 512"),
-        ((1, 3), config_of(512, tp=5), "of 1:3 with 8 ranks each: parallelism.tp = 5 times"),
+        (
+            (1, 3),
+            config_of(512, tp=5),
+            "of 1:3 with 8 ranks each: parallelism.tp = 5 does not divide 24 ranks",
+        ),
         ((2, 4), config_of(512, 7), "training.microbatch_size = 7 does not divide the 16 sequ"),
     ],
 )

@@ -67,13 +67,13 @@ def settings_at_the_start(file):
     """What a rank has set when it is about to meet the others."""
     found = {}
 
-    def stop():
+    def stop(parallelism):
         found.update(settings())
         raise UserError("that is all")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train", str(file)])
-        patch.setattr(connection, "open_store", stop)
+        patch.setattr(connection, "start", stop)
         patch.setenv("MASTER_ADDR", "localhost")
         patch.setenv("MASTER_PORT", "29400")
         patch.setattr(train, "end_at_once", sys.exit)

@@ -97,8 +97,8 @@ def test_memory_that_does_not_suffice_is_one_line(tmp_path, monkeypatch, capsys)
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
         )
 
-    for name in ("follow_launcher", "keep_compiled_in"):
-        monkeypatch.setattr(rank, name, lambda *args: None)
+    monkeypatch.setattr(rank.process, "follow_launcher", lambda: None)
+    monkeypatch.setattr(rank, "keep_compiled_in", lambda folder: None)
     monkeypatch.setattr(connection, "open_store", out_of_memory)
     monkeypatch.setattr(rank, "end_at_once", sys.exit)
     args = ["quickstart.toml", "--run.folder", str(tmp_path)]

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private, torch 2.1
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, train_here, write_text
 from torchmars.cluster import connection
+from torchmars.cluster.failures import FALLOUT_MESSAGE
 
 
 class Waits(TorchDispatchMode):
@@ -109,4 +110,6 @@ def fails_alone(tables):
 def test_what_a_failed_rank_has_begun_holds_up_no_rank(tmp_path):
     write_text(tmp_path)
     failures = run_ranks(fails_alone, 2, tiny_tables(tmp_path))
-    assert failures[1] == "rank 1 is broken" and connection.CLOSED.search(failures[0])
+    assert failures[1] == "rank 1 is broken" and FALLOUT_MESSAGE.search(
+        f"RuntimeError: {failures[0]}"
+    )

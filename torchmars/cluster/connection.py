@@ -94,10 +94,7 @@ def start(config: ParallelismConfig) -> Layout:
     if dist.is_initialized():
         return Layout.create(device, degrees)
     store = open_store()
-    store, timeout = (
-        open_store(),
-        timedelta(minutes=30),
-    )  # NCCL's own 10 would forestall the watchdog
+    timeout = timedelta(minutes=30)  # NCCL's own 10 would forestall the watchdog
     with _first_traffic():
         rank = process.rank()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

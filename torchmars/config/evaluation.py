@@ -17,7 +17,7 @@ class EvaluationConfig:
     interval: Count = 1000
     """Steps between evaluations, and one at the end. 0: never."""
     shots: Count | None = None
-    """Solved examples before each question. None: as many as the task says, mostly 0."""
+    """Solved examples before each question, by default as many as the task says, mostly 0."""
     limit: Positive | None = None
     """Take only the first so many questions of each task."""
     batch_size: Positive = 16
