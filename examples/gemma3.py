@@ -18,13 +18,27 @@ from torchmars.config.llama import LlamaArgs
 from torchmars.config.model import MODELS
 from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
-from torchmars.exchange.families import DEFAULTS, KEYS
-from torchmars.exchange.from_config import READERS, shape_of
-from torchmars.exchange.names import LLAMA_NAMES, NAMES
-from torchmars.exchange.patterns import by_block, shortest
-from torchmars.exchange.rope import rope_config, rope_of
-from torchmars.exchange.to_config import WRITERS, keys_of
-from torchmars.exchange.values import number, require_all, whole_number
+from torchmars.exchange.families import FAMILIES
+from torchmars.exchange.family import (
+    ModelKind,
+    keys_of,
+    number,
+    require_all,
+    shape_of,
+    whole_number,
+)
+from torchmars.exchange.llama_family import (
+    FULL,
+    LLAMA_NAMES,
+    ROPE,
+    SHAPE,
+    WINDOW,
+    LlamaFamily,
+    by_block,
+    rope_config,
+    rope_of,
+    shortest,
+)
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.llama import MLP, Llama
 from torchmars.models.llama import Attention as LlamaAttention
@@ -146,100 +160,67 @@ class Gemma3(Llama):
 
 
 KIND = "gemma3_text"
-TYPES = {"s": "sliding_attention", "f": "full_attention"}
 
 
-def from_gemma3(config):
-    """Return the section [model] of a config.json of transformers. Raises `UserError`."""
-    require_all(
-        config,
-        hidden_activation=["gelu_pytorch_tanh"],
-        attention_bias=[False],
-        attn_logit_softcapping=[None],  # transformers reads it, and never uses it
-        final_logit_softcapping=[None],
-        tie_word_embeddings=[True],
-        use_bidirectional_attention=[None, False],
-    )
-    every = whole_number(config, "sliding_window_pattern")
-    blocks = whole_number(config, "num_hidden_layers")
-    letters = ["s" if place % every else "f" for place in range(1, blocks + 1)]
-    types = by_block(config, "layer_types", blocks) or [TYPES[each] for each in letters]
-    for each in types:
-        require_all({"layer_types": each}, layer_types=[*TYPES.values()])
-    return {
-        **shape_of(config),
-        **ropes_of(config),
-        "name": "gemma3",
-        "tied": True,
-        "qk_norm": True,
-        "window": whole_number(config, "sliding_window"),
-        "window_blocks": shortest("".join(each[0] for each in types)),
+class Gemma3Family(LlamaFamily):
+    """Gemma 3 in transformers, both ways."""
+
+    model = Gemma3
+    kinds = {
+        KIND: ModelKind(
+            SHAPE | {"query_width": "query_pre_attn_scalar"},
+            {
+                "hidden_activation": ["gelu_pytorch_tanh"],
+                "attention_bias": [False],
+                "attn_logit_softcapping": [None],  # transformers reads it, and never uses it
+                "final_logit_softcapping": [None],
+                "tie_word_embeddings": [True],
+                "use_bidirectional_attention": [None, False],
+            },
+            (*ROPE, "rope_local_base_freq", "sliding_window", "sliding_window_pattern")
+            + ("layer_types",),
+        )
+    }
+    names = LLAMA_NAMES | {
+        "attn_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
     }
 
+    def section(self, kind, config):
+        types, tables = by_block(config, "layer_types"), config["rope_parameters"]
+        for each in types:
+            require_all({"layer_types": each}, {"layer_types": [FULL, WINDOW]})
+        narrow = tables[WINDOW]
+        require_all(narrow, {"rope_type": ["default"]})
+        return {
+            **shape_of(self.kinds[kind], config),
+            **rope_of(kind, {**config, "rope_parameters": tables[FULL]}),
+            "rope_theta_window": number(narrow, "rope_theta"),
+            "name": "gemma3",
+            "tied": True,
+            "qk_norm": True,
+            "window": whole_number(config, "sliding_window"),
+            "window_blocks": shortest("".join(each[0] for each in types)),
+        }
 
-def ropes_of(config):
-    """Return our settings of both kinds of rotary positions.
-
-    transformers 5 has a table for each type of blocks, older versions keys beside each other.
-    """
-    older, tables = config["rope_scaling"] or {}, config.get("rope_parameters") or {}
-    for each in (older, tables, *(tables.values() if isinstance(tables, dict) else ())):
-        if not isinstance(each, dict):
-            raise UserError(f"its rotary positions are {each!r}, which is no table")
-    wide = {"rope_theta": config["rope_theta"], **older, **tables.get(TYPES["f"], {})}
-    narrow = {"rope_theta": config["rope_local_base_freq"], **tables.get(TYPES["s"], {})}
-    require_all(narrow, rope_type=["default"])
-    found = rope_of({**config, "rope_scaling": None, "rope_parameters": wide})
-    return found | {"rope_theta_window": number(narrow, "rope_theta")}
-
-
-def gemma3_config(model):
-    """Return the config.json of a model, in the form that both versions read."""
-    args = model.args
-    return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": KIND,
-        **keys_of(KIND, args),
-        "rope_scaling": None,
-        **rope_config(args),
-        "rope_local_base_freq": args.rope_theta_window,
-        "sliding_window": args.window,
-        "layer_types": [TYPES["s" if args.window_of(n) else "f"] for n in range(args.n_layer)],
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-    }
+    def config(self, model):
+        args = model.args
+        slides = [args.window_of(number) is not None for number in range(args.n_layer)]
+        return {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": KIND,
+            **keys_of(self.kinds[KIND], args),
+            "rope_scaling": None,
+            **rope_config(args),
+            "rope_local_base_freq": args.rope_theta_window,
+            "sliding_window": args.window,
+            "layer_types": [WINDOW if each else FULL for each in slides],
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        }
 
 
-# What config.json leaves out is as in the class Gemma3TextConfig of transformers 5.24.
-DEFAULTS[KIND] = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "layer_types": None,
-    "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0,
-    "rope_scaling": None,
-    "partial_rotary_factor": 1.0,
-    "bos_token_id": 2,
-}
-KEYS[KIND] = KEYS["llama"] | {"query_width": "query_pre_attn_scalar"}
-NAMES[Gemma3] = LLAMA_NAMES | {
-    "attn_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
-READERS[KIND], WRITERS[Gemma3] = from_gemma3, gemma3_config
+FAMILIES["gemma3"] = Gemma3Family()
 MODELS["gemma3"] = "gemma3.Gemma3"

@@ -1,15 +1,20 @@
 """What a launcher and a rank import before the first step: nothing that they may not need."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.exchange.test_hostile_folders import MODELS, make_folder
+from tests.support.commands import ROOT
 from tests.support.full import FULL
 from tests.support.tiny import tiny_config, write_config, write_text
+from tests.support.tokenizers import letters
 from torchmars import optim
+from torchmars.exchange.folder import open_folder
 from torchmars.training.preparation import prepare_data
 
 OPTIONAL = {
@@ -34,6 +39,16 @@ from torchmars.commands import launch
 from torchmars.cluster.sizes import MinMax
 config = launch.load_config([sys.argv[1]], "test")
 launch.prepare(config, launch.sizes_of(config, MinMax(1, 1), 2))
+"""
+
+
+EVERY_HELP = """
+import contextlib, importlib, io, os
+from torchmars.__main__ import commands
+for name in commands():
+    sys.argv = [name, "--help"]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        importlib.import_module(f"torchmars.commands.{name.replace('-', '_')}").main()
 """
 
 
@@ -84,6 +99,7 @@ def test_listing_runs_needs_neither_torch_nor_matplotlib(tmp_path):
     "program,others",
     [
         (RANK, set()),
+        (EVERY_HELP, set()),
         # torch's compiler, its checkpoints and FSDP are for ranks. Each takes a large part of a
         # second, before any rank can start.
         pytest.param(
@@ -92,7 +108,7 @@ def test_listing_runs_needs_neither_torch_nor_matplotlib(tmp_path):
             marks=FULL,
         ),
     ],
-    ids=["rank", "launcher"],
+    ids=["rank", "help", "launcher"],
 )
 def test_a_start_does_not_import_what_it_may_not_need(tmp_path, program, others):
     write_text(tmp_path)
@@ -109,3 +125,25 @@ def test_a_start_does_not_import_what_it_may_not_need(tmp_path, program, others)
     imported = set(ended.stdout.splitlines()[-1].split())
     assert "torchmars.config" in imported
     assert not imported & (OPTIONAL | others)
+
+
+def test_a_run_that_starts_from_a_folder_of_transformers_does_without_it(tmp_path):
+    """From the launcher to the last step."""
+    folder = make_folder(tmp_path / "model", MODELS["llama"])
+    letters().save(str(folder / "tokenizer.json"))
+    tables = open_folder(folder).tables
+    sections = {name: tables[name] for name in ("model", "checkpoint", "data")}
+    write_text(tmp_path)
+    training = {"steps": 1, "seq_len": 16, "dtype": "float32"}
+    write_config(tiny_config(tmp_path, training=training, **sections), tmp_path / "tiny.toml")
+    (tmp_path / "path" / "transformers").mkdir(parents=True)
+    (tmp_path / "path" / "transformers" / "__init__.py").write_text("raise AssertionError")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}", "NGPU": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "torchmars", "train", "tiny.toml"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0 and "weights of hf:" in ended.stdout, ended.stderr

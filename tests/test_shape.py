@@ -13,18 +13,18 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 50, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 36_510
+IN_ALL = 35_890
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
     "cluster": 2_554,
-    "commands": 1_692,
+    "commands": 1_690,
     "comparison": 1_760,
     "config": 3_150,
     "core": 2_052,
     "data": 3_600,
     "evaluation": 548,
-    "exchange": 2_732,
+    "exchange": 2_124,
     "models": 1_906,
     "optim": 5_200,
     "parallel": 2_955,

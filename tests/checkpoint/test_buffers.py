@@ -13,7 +13,7 @@ from tests.support.tiny import run_folder_of, tiny_tables, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
-from torchmars.exchange.export import export_file, export_folder
+from torchmars.exchange.export import export
 from torchmars.exchange.saved_model import load_model, load_sharded_model, open_model
 from torchmars.models import build_model
 from torchmars.training.build import build_trainer
@@ -85,9 +85,10 @@ def test_biases_of_routers_are_kept_on_every_layout_and_in_every_file(tmp_path):
     for average in (False, True):
         opened = open_model(run, average=average)
         target = tmp_path / f"export {average}"
-        export_file([opened], target.with_suffix(".safetensors"), torch.bfloat16)
-        export_folder([opened, opened], target, torch.bfloat16)
-        ours, theirs = load_file(target.with_suffix(".safetensors")), {}
+        bare = tmp_path / f"bare {average}"
+        export([opened], bare, "safetensors", torch.bfloat16)
+        export([opened, opened], target, "hf", torch.bfloat16)
+        ours, theirs = load_file(bare / "model.safetensors"), {}
         for file in target.glob("*.safetensors"):
             theirs |= load_file(file)
         for number in (1, 2):

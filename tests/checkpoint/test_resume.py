@@ -32,7 +32,7 @@ from torchmars.core.errors import UserError
 from torchmars.data.loader import Loader
 from torchmars.data.manifest import read_manifest
 from torchmars.data.mixture import MixedWindows
-from torchmars.exchange.export import export_file
+from torchmars.exchange.export import export
 from torchmars.exchange.saved_model import load_sharded_model, open_model
 from torchmars.models import build_meta_model
 from torchmars.storage.local import LOCAL
@@ -474,9 +474,9 @@ def stale_copies(folder):
     check("a copy in memory", second.model)
     second.checkpointer.saver.release()
     check("a run", built("other", checkpoint={"init_from": str(run)}).model)
-    export_file([open_model(run)], folder / "first.safetensors", torch.float32)
-    source = str(folder / "first.safetensors")
-    check("a file", built("third", checkpoint={"init_from": source}).model)
+    export([open_model(run)], folder / "bare", "safetensors")
+    source = str(folder / "bare")
+    check("bare weights", built("third", checkpoint={"init_from": source}).model)
     check("an evaluation", load_sharded_model(run, second.layout, "bfloat16")[0])
     return stale
 

@@ -39,7 +39,7 @@ def command_lines(draw, module):
         "prepare": ["tiny.toml"],
         "plan": ["tiny.toml", "--world-size", "2"],
         "generate": ["runs/tiny"],
-        "export": ["runs/tiny", "out.safetensors"],
+        "export": ["runs/tiny", "out"],
         "checkpoint": [verb, "runs/tiny"],
         "launch": ["--nproc-per-node", "0"],
     }[module]

@@ -18,55 +18,28 @@ from tests.support.tiny import run_folder_of, tiny_tables, train, write_text
 from torchmars.checkpoint.resume import read_verified
 from torchmars.commands import export
 from torchmars.config.load import load_config
-from torchmars.exchange.card import HEAD
-from torchmars.exchange.export import export_file, export_folder
+from torchmars.core.errors import UserError
+from torchmars.exchange.export import export as export_models
 from torchmars.exchange.saved_model import SavedModel, open_model
-from torchmars.exchange.weight_files import write_weights
+from torchmars.exchange.weights import write_weights
 from torchmars.training.preparation import prepare_run, write_settings
 
 
-def write(weights, file):
-    entries = {name: (value.dtype, value.shape) for name, value in weights.items()}
-    write_weights(file, entries, weights.values())
-
-
-def mode(file):
-    return stat.S_IMODE(file.stat().st_mode)
+def write(weights, folder):
+    folder.mkdir()
+    write_weights(folder, weights.items())
+    return folder / "model.safetensors"
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
 def test_a_file_has_the_mode_that_the_umask_gives(tmp_path, umask):
     before = os.umask(umask)
     try:
-        write({"weight": torch.ones(2)}, tmp_path / "weights.safetensors")
+        file = write({"weight": torch.ones(2)}, tmp_path / "weights")
     finally:
         os.umask(before)
-    assert mode(tmp_path / "weights.safetensors") == 0o666 & ~umask
-    assert os.listdir(tmp_path) == ["weights.safetensors"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_file_has_what_the_library_reads(tmp_path, dtype):
-    weights = {f"w{n}": torch.randn(n, 2 * n + 1).to(dtype) for n in (1, 0, 3)}
-    write(weights, tmp_path / "weights.safetensors")
-    read = load_file(tmp_path / "weights.safetensors")
-    assert read.keys() == weights.keys()
-    for name, value in weights.items():
-        assert read[name].dtype == dtype and torch.equal(read[name], value)
-
-
-def test_a_file_that_cannot_be_completed_leaves_the_one_before(tmp_path):
-    file = tmp_path / "weights.safetensors"
-    write({"weight": torch.ones(2)}, file)
-
-    def half(*_):
-        yield torch.zeros(2)
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError):
-        write_weights(file, dict.fromkeys("ab", (torch.float32, (2,))), half())
-    assert os.listdir(tmp_path) == [file.name]
-    assert torch.equal(load_file(file)["weight"], torch.ones(2))
+    assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask
+    assert os.listdir(file.parent) == [file.name]
 
 
 def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, capsys, monkeypatch):
@@ -86,32 +59,25 @@ def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, c
             code = ended.code
         return code, *capsys.readouterr()
 
-    inside = checkpoint / "hf"
-    for file in (checkpoint / "weights.safetensors", tmp_path / "link" / "w.safetensors", inside):
-        code, _, err = command(run, file)
+    for folder in (checkpoint / "hf", tmp_path / "link" / "weights"):
+        code, _, err = command(run, folder)
         assert code == 2 and "would lie in the checkpoint" in err and err.count("\n") == 1
-        assert not file.exists()
+        assert not folder.exists()
     assert read_verified(checkpoint, "full").step == 2
-    file = tmp_path / "weights.safetensors"
-    file.write_text("mine")
-    code, _, err = command(run, file)
-    assert code == 2 and "exists: name another file, or replace it with --force" in err
-    assert file.read_text() == "mine"
-    code, out, _ = command(run, file, "--force")
-    assert code == 0 and "36,000 weights" in out and len(load_file(file)) == 15
-    assert f"of {checkpoint}, step 2\n" in out
-    assert f'Python: safetensors.torch.load_file("{file}")' in out
-    again = run / "checkpoints" / "again.safetensors"
-    code, _, _ = command(checkpoint, again)
-    assert code == 0 and again.read_bytes() == file.read_bytes()
-    for name in ("out.pt", "OUT.PTH", "pytorch_model.bin", "last.ckpt"):
+    code, out, _ = command(run, tmp_path / "weights", "--to", "safetensors")
+    assert code == 0 and "36,000 weights" in out and f"of {checkpoint}, step 2\n" in out
+    file = tmp_path / "weights" / "model.safetensors"
+    assert len(load_file(file)) == 15
+    again = run / "checkpoints" / "again"
+    code, _, _ = command(checkpoint, again, "--to", "safetensors")
+    assert code == 0 and (again / file.name).read_bytes() == file.read_bytes()
+    for name in ("out.pt", "OUT.PTH", "pytorch_model.bin", "last.ckpt", "w.safetensors"):
         code, _, err = command(run, tmp_path / name)
-        assert code == 2 and "name a file of weights *.safetensors, or a folder" in err
+        assert code == 2 and "name a folder, without ." in err
         assert not (tmp_path / name).exists()
     (tmp_path / "mine").mkdir()
-    for options in ((), ("--force",)):
-        code, _, err = command(run, tmp_path / "mine", *options)
-        assert code == 2 and "mine exists: name another folder" in err
+    code, _, err = command(run, tmp_path / "mine")
+    assert code == 2 and "mine exists: name another folder" in err
     assert not list((tmp_path / "mine").iterdir())
 
 
@@ -130,9 +96,9 @@ def test_what_no_class_can_hold_is_refused_before_anything_is_written(tmp_path):
     train(1, tables)
     run = str(run_folder_of(tables))
     code, _, err = run_command("export", [run, "hf"], tmp_path)
-    assert code == 2 and "both model.qk_norm and model.qkv_bias" in err and err.count("\n") == 1
+    assert code == 2 and "has model.qk_norm and model.qkv_bias" in err and err.count("\n") == 1
     assert not list(tmp_path.glob("hf*"))
-    code, _, err = run_command("export", [run, "bare.safetensors"], tmp_path)
+    code, _, err = run_command("export", [run, "bare", "--to", "safetensors"], tmp_path)
     assert code == 0, err
 
 
@@ -146,8 +112,8 @@ def test_an_error_in_the_middle_leaves_nothing(checkpoint, tmp_path, monkeypatch
         return torch.zeros(self.model.get_parameter(name).shape)
 
     monkeypatch.setattr(SavedModel, "read", read)
-    with pytest.raises(OSError):
-        export_folder([model], tmp_path / "hf", torch.float32)
+    with pytest.raises(UserError, match="No space left on device"):
+        export_models([model], tmp_path / "hf")
     assert len(reads) == 7 and not list(tmp_path.iterdir())
 
 
@@ -167,8 +133,6 @@ MINE = {
     "weights of another": lambda place: write({"x": torch.ones(2)}, place),
     "folder": some_folder,
     "card": lambda place: some_folder(place, "README.md"),
-    "weights": lambda place: some_folder(place, "model.safetensors"),
-    "more": lambda place: (some_folder(place), (place / "README.md").write_text(HEAD)),
 }
 
 
@@ -178,25 +142,21 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("kind", MINE)
-@pytest.mark.parametrize("target", ["hf", "w.safetensors"])
-def test_what_no_export_left_is_not_deleted(
-    checkpoint, tmp_path, capsys, monkeypatch, kind, target
-):
-    MINE[kind](tmp_path / f"{target}.partial")
+def test_what_no_export_left_is_not_deleted(checkpoint, tmp_path, capsys, monkeypatch, kind):
+    MINE[kind](tmp_path / "hf.partial")
     before = contents(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["export", str(checkpoint), str(tmp_path / target)])
+    monkeypatch.setattr(sys, "argv", ["export", str(checkpoint), str(tmp_path / "hf")])
     with pytest.raises(SystemExit, match="2"):
         export.main()
     err = capsys.readouterr().err
-    assert f"{target}.partial" in err or f"cannot write {tmp_path / target}: " in err
-    assert err.count("\n") == 1 and "error: " in err
+    assert "hf.partial" in err and err.count("\n") == 1 and "error: " in err
     assert contents(tmp_path) == before
 
 
 def test_what_an_export_left_is_replaced(checkpoint, tmp_path, monkeypatch):
     """Whatever it had written until then."""
     model = open_model(checkpoint)
-    export_folder([model], tmp_path / "whole", torch.float32)
+    export_models([model], tmp_path / "whole")
     for count in range(len(files := sorted((tmp_path / "whole").iterdir()))):
         partial = tmp_path / f"hf{count}.partial"
         partial.mkdir()
@@ -204,16 +164,9 @@ def test_what_an_export_left_is_replaced(checkpoint, tmp_path, monkeypatch):
             shutil.copy(file, partial)
         if not count:
             (partial / "README.md").rename(partial / "README.md.partial")
-        export_folder([model], tmp_path / f"hf{count}", torch.float32)
+        export_models([model], tmp_path / f"hf{count}")
         assert not partial.exists()
     assert files[0].name == "README.md" and count == 5
-    export_file([model], tmp_path / "w.safetensors", torch.float32)
-    whole = (tmp_path / "w.safetensors").read_bytes()
-    for size in (0, 5, 1000, len(whole)):
-        (tmp_path / "w.safetensors.partial").write_bytes(whole[:size])
-        export_file([model], tmp_path / "w.safetensors", torch.float32)
-    assert (tmp_path / "w.safetensors").read_bytes() == whole
-    assert not (tmp_path / "w.safetensors.partial").exists()
 
 
 def following(out):
@@ -237,7 +190,8 @@ def test_the_next_commands_can_be_pasted(checkpoint, tmp_path, monkeypatch, caps
     assert code == 0 and "bits per byte" in out, err
 
     write_settings(load_config(["tiny.toml"], "test"))
-    code, out, err = run_command("export", [str(checkpoint), f"{target}.safetensors"], place)
+    words = [str(checkpoint), f"{target} bare", "--to", "safetensors"]
+    code, out, err = run_command("export", words, place)
     ((train, *args),) = following(out)
     assert (code, train) == (0, "train"), err
     config = load_config(args, "test")

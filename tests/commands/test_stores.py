@@ -75,9 +75,10 @@ def test_commands_read_a_store(tables, tmp_path):
         for each in (FOLDER, FOLDER / "step-00000006", run)
     }
     assert len(texts) == 1
-    for source, target in ((FOLDER, "a.safetensors"), (run, "b.safetensors")):
-        said("export", source, tmp_path / target)
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    for source, target in ((FOLDER, "a"), (run, "b")):
+        said("export", source, tmp_path / target, "--to", "safetensors")
+    one, other = (tmp_path / target / "model.safetensors" for target in "ab")
+    assert one.read_bytes() == other.read_bytes()
     assert "complete" in said("runs", run)
 
 

@@ -71,7 +71,10 @@ def test_the_model_the_rule_and_the_documents_are_the_plugins_own(place):
     model, rule, data = (trained[f"my_{kind}"] for kind in ("model", "rule", "data"))
     assert "model     parallel nano" in model and "signum" in rule
     assert "torchmars generate runs/parallel --plugins my_model" in model
-    assert "torchmars export runs/parallel runs/parallel.safetensors --plugins my_model\n" in model
+    assert (
+        "torchmars export runs/parallel runs/parallel-weights --to safetensors --plugins my_model\n"
+        in model
+    )
     hooked = trained["my_hook"]  # the model is the package's own
     assert "torchmars export runs/watched runs/watched-hf --plugins my_hook\n" in hooked
     assert "csv" in data

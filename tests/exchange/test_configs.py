@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import resource
 
 import pytest
 import torch
@@ -16,10 +17,7 @@ from torchmars.config import ModelConfig
 from torchmars.config.deepseek import SIZES
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.core.errors import UserError
-from torchmars.exchange.families import DEFAULTS, TITLES
-from torchmars.exchange.from_config import from_config
-from torchmars.exchange.names import counterparts
-from torchmars.exchange.to_config import to_config
+from torchmars.exchange.families import FAMILIES, counterparts, from_config, to_config
 from torchmars.models import build_model
 from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
@@ -117,32 +115,20 @@ def test_our_model_of_their_config_is_the_one_it_was(name, tmp_path):
     assert again.args == args
 
 
-@pytest.mark.parametrize("kind", DEFAULTS)
-def test_a_key_that_is_left_out_has_the_default_of_its_class(kind):
-    made = pytest.importorskip("transformers").AutoConfig.for_model(kind)
-    theirs = made.to_dict()
-    given = {"head_dim": theirs.get("hidden_size", 0) // theirs.get("num_attention_heads", 1)}
-    given["num_key_value_heads"] = theirs.get("num_attention_heads")
-    blocks = theirs.get("num_hidden_layers", 0)
-    given["layer_types"] = ["full_attention"] * blocks
-    if kind == "ministral":
-        given["layer_types"] = ["sliding_attention"] * blocks
-    given["no_rope_layers"] = [1, 1, 1, 0] * (blocks // 4)
-    given["mlp_layer_types"] = ["dense"] + ["sparse"] * (blocks - 1)
-    if theirs.get("use_sliding_window") is False:  # which makes it null
-        theirs["sliding_window"] = type(made).sliding_window
-    theirs |= {"partial_rotary_factor": 1.0} | theirs.get("rope_parameters", {})
-    if kind == "olmo3":  # a table for each type of layer
-        theirs |= theirs["rope_parameters"]["sliding_attention"]
-        given["layer_types"] = (["sliding_attention"] * 3 + ["full_attention"]) * 8
-    for key, value in DEFAULTS[kind].items():
-        if value is None and theirs.get(key) is not None:  # it follows from others
-            assert theirs[key] == given[key], key
-        elif key in theirs:
-            assert theirs[key] == value and type(theirs[key]) is type(value), key
-        else:  # the class has no such key, and is as ours without it
-            assert key in {"attention_bias", "head_dim"} and not value, key
-    assert DEFAULTS.keys() == TITLES.keys()
+KINDS = [kind for family in FAMILIES.values() for kind in family.kinds]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_class_of_theirs_is_given_numbers_without_bounds(kind):
+    """It would make a list of each label, and of each block."""
+    plain = {"model_type": kind}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    labels = {"num_labels": 10**9, "id2label": None, "problem_type": "x"}
+    assert from_config(plain | labels) == from_config(plain) and len(KINDS) == 13
+    for key in ("num_hidden_layers", *(["n_layer"] if kind == "gpt2" else [])):
+        with pytest.raises(UserError, match=f"its {key} is {10**12}: it must be at most 1000"):
+            from_config(plain | {key: 10**12})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # a GiB
 
 
 # What transformers itself declares as perhaps None.
@@ -176,7 +162,7 @@ def test_a_null_is_no_default_but_where_theirs_has_one(kind, key, value):
         ({"rope_type": "default", "rope_theta": None}, "its rope_theta is None"),
         ({"rope_type": "llama3", "factor": None}, "its factor is None"),
         ({"rope_type": None, "factor": 2.0}, "its rotary positions are scaled by"),
-        ({"rope_type": "llama3"}, "lacks 'factor'"),
+        ({"rope_type": "llama3"}, "Missing required keys .*'factor'"),
         (
             {"rope_type": "default", "partial_rotary_factor": 0.5},
             "its partial_rotary_factor is 0.5",
@@ -254,13 +240,16 @@ def test_what_we_do_not_have_is_refused_by_name(kind, changes, message):
     "changes,message",
     [
         ({"qk_norm": True, "qkv_bias": True}, "model.qk_norm and model.qkv_bias"),
-        ({"n_expert": 4, "qkv_bias": True}, "experts and model.qkv_bias"),
+        ({"n_expert": 4, "qkv_bias": True}, "model.n_expert and model.qkv_bias"),
         ({"n_expert": 4, "norm_topk_prob": False}, "model.norm_topk_prob"),
-        ({"n_expert": 4, "n_expert_shared": 1}, "experts and model.n_expert_shared = 1"),
-        ({"n_expert": 4, "n_dense": 1}, "experts and model.n_dense = 1"),
-        ({"n_expert": 4, "rotary_fraction": 0.5}, "experts and model.rotary_fraction = 0.5"),
-        ({"n_expert": 4, "router": "sigmoid"}, "GLM-4.5 has model.n_expert_shared"),
-        ({"rotary_fraction": 0.5}, "model.rotary_fraction without experts"),
+        ({"n_expert": 4, "n_expert_shared": 1}, "model.n_expert and model.n_expert_shared"),
+        ({"n_expert": 4, "n_dense": 1}, "model.n_dense and model.n_expert"),
+        ({"n_expert": 4, "rotary_fraction": 0.5}, "model.n_expert and model.rotary_fraction"),
+        (
+            {"n_expert": 4, "router": "sigmoid"},
+            "has model.n_expert and model.router without",
+        ),
+        ({"rotary_fraction": 0.5}, "has model.rotary_fraction without"),
     ],
 )
 def test_a_shape_that_no_class_of_theirs_has_is_refused_by_name(changes, message):

@@ -10,7 +10,7 @@ from tests.exchange.test_folder import MIXTURES, MODELS
 from tests.exchange.test_tokenizer_files import TEXTS
 from tests.support.tiny import tiny_config
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.exchange.to_config import to_config
+from torchmars.exchange.families import to_config
 from torchmars.exchange.tokenizer_files import loading_problem, tokenizer_files
 from torchmars.models import build_meta_model
 

@@ -10,7 +10,7 @@ from tests.support.tokenizers import write_llama, write_tokenizer
 from torchmars.api import load
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.exchange.folder_tokenizer import FolderTokenizer
+from torchmars.exchange.tokenizer_files import FolderTokenizer
 
 transformers = pytest.importorskip("transformers")
 TEXTS = ["The cat sat on", "é日", " The  fox\n", "The fox"]

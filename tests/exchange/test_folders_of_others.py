@@ -8,20 +8,24 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.exchange.test_folder import SHAPE
+from tests.support.commands import run_command
 from tests.support.full import full_but
 from tests.support.mistakes import mistake
-from tests.support.tokenizers import tokenizer_file
+from tests.support.tokenizers import letters, tokenizer_file
+from torchmars.api import load
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.exchange.folder import open_folder
-from torchmars.exchange.weight_files import load_weights
-from torchmars.exchange.weights import weights_of_folder
+from torchmars.exchange.folder import open_folder, other_tokenizer
+from torchmars.exchange.tokenizer_files import tokenizer_files
+from torchmars.exchange.weights import load_weights, weights_of_folder
 from torchmars.models import build_meta_model
 
 transformers = pytest.importorskip("transformers")
+fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
 EXPERTS = SHAPE | {"num_experts_per_tok": 2}
 FULL, SLIDING = "full_attention", "sliding_attention"
 LATENT = EXPERTS | {"num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 24}
@@ -307,25 +311,28 @@ WAYS = {
     "int8": (as_dtype(torch.int8), "as I8, where F32"),
     "quantised": (config(quantization_config={"quant_method": "fp8"}), "weights are quantised"),
     "padded": (tensors(padded), r"in shape \[264, 32\], the config's model in \[260, 32\]"),
-    "pickles": (bins, "no model.safetensors: .* save it with safe_serialization"),
-    "a variant": (named("model.fp16.safetensors"), 'load the model with variant="fp16"'),
+    "pickles": (bins, "but pytorch_model.bin, .* save it with safe_serialization"),
+    "a variant": (named("model.fp16.safetensors"), "but model.fp16.safetensors, .* this variant="),
     "Mistral's own": (named("consolidated.safetensors"), "no model.safetensors, but consolidated"),
     "no index": (no_index, "no model.safetensors.index.json that says"),
     "a shard is missing": (shard_gone, "has no model-00002-of-.*, which its .*index.json names"),
     "a file elsewhere": (
         both(named("other.safetensors"), config(transformers_weights="other.safetensors")),
-        "transformers_weights names 'other.safetensors'",
+        "but other.safetensors, which transformers does not read",
     ),
     "pointer of Git LFS": (files(model__safetensors=LFS), "pointer of Git LFS.* git lfs pull"),
     "config is a pointer": (files(config__json=LFS), "pointer of Git LFS.* git lfs pull"),
     "empty": (files(model__safetensors=b""), "it is empty: fetch it again"),
     "cut off": (cut_off, "cannot read .*model.safetensors"),
-    "adapter": (files(adapter_config__json=ADAPTER), "an adapter of PEFT: .*merge_and_unload"),
+    "an adapter's config beside the merged model": (files(adapter_config__json=ADAPTER), ""),
     "adapter alone": (
         files(adapter_config__json=ADAPTER, config__json=None, model__safetensors=None),
         "an adapter of PEFT: .*merge_and_unload",
     ),
-    "part of a model": (config(text_config={"model_type": "llama"}), "text_config makes it more"),
+    "part of a model": (
+        config(text_config={"model_type": "llama"}),
+        "text_config is .* more than a model of text",
+    ),
     "no part of a model": (config(text_config=None), ""),
     "tokens that see later ones": (config(is_causal=False), "its is_causal is False"),
 }
@@ -339,7 +346,7 @@ TIED = {
     "the head alone": (tensors(head_alone), ""),
     "the head alone, in shards": (both(tensors(head_alone), as_links), ""),
     "saved without head": (base_model, ""),
-    "classifier": (classifier, "has score.weight, .*ForSequenceClassification', which is no lang"),
+    "classifier": (classifier, "has score.weight, which no model of its config.json has"),
     "neither": (
         tensors(lambda values: {n: each for n, each in values.items() if each.shape[0] != 260}),
         "has no (model.embed_tokens|transformer.wte).weight, which its config.json asks for",
@@ -352,7 +359,7 @@ EXCEPTIONS = {
     # transformers gives that theta to blocks without a window alone.
     ("theta alone", "olmo3"): "blocks with a window may differ by their scaling alone",
     ("scaling beside the table", "olmo3"): "may differ by their scaling alone",
-    ("by layers", "olmo3"): "lacks 'original_max_position_embeddings'",
+    ("by layers", "olmo3"): "",
     ("the same head, not tied", "gpt2"): "its tie_word_embeddings is False: only models with True",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -376,7 +383,7 @@ CONFIGS = {
     "scaling beside the table": (scaled(rope_theta=500.0), LLAMAS, ""),
     "factor without a type": (config(rope_scaling={"factor": 2.0}), LLAMAS, ""),
     "llama3 of another length": (scaled(original_max_position_embeddings=32), LLAMAS, ""),
-    "llama3 of no length": (scaled(original_max_position_embeddings=...), LLAMAS, "lacks"),
+    "llama3 of no length": (scaled(original_max_position_embeddings=...), LLAMAS, ""),
     "llama3, length beside": (
         both(scaled(), config(original_max_position_embeddings=32)),
         LLAMAS,
@@ -384,7 +391,11 @@ CONFIGS = {
     ),
     "linear": (config(rope_scaling={"type": "linear", "factor": 2.0}), LLAMAS, ""),
     "yarn": (config(rope_scaling=YARN), SCALED, ""),
-    "yarn of no length": (config(rope_scaling=YARN | {ORIGINAL: None}), LLAMAS, "lack original_"),
+    "yarn of no length": (
+        config(rope_scaling=YARN | {ORIGINAL: None}),
+        LLAMAS,
+        "original_.*: None",
+    ),
     "yarn of no factor": (config(rope_scaling=YARN | {"factor": None}), SCALED, ""),
     "yarn, both scales": (
         config(rope_scaling=YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 2.0}),
@@ -397,10 +408,14 @@ CONFIGS = {
         SCALED,
         "",
     ),
-    "yarn of factor 0": (config(rope_scaling=YARN | {"factor": 0.0}), LLAMAS, "must be 1 or"),
+    "yarn of factor 0": (
+        config(rope_scaling=YARN | {"factor": 0.0}),
+        LLAMAS,
+        "scaling_factor must",
+    ),
     "yarn, not truncated": (config(rope_scaling=YARN | {"truncate": False}), LLAMAS, "truncate"),
     "dynamic": (config(rope_scaling=YARN | {"rope_type": "dynamic"}), SCALED, ""),
-    "longrope": (config(rope_scaling={"rope_type": "longrope"}), LLAMAS, "scaled by"),
+    "longrope": (config(rope_scaling={"rope_type": "longrope"}), LLAMAS, "longrope.* refuses"),
     "by layers": (config(rope_parameters={"full_attention": LLAMA3}), LLAMAS, "layers of types"),
     "swish": (config(hidden_act="swish"), LLAMAS, ""),
     "gelu": (config(hidden_act="gelu"), LLAMAS, "hidden_act is 'gelu'"),
@@ -415,13 +430,17 @@ CONFIGS = {
     "no window": (config(sliding_window=None), ["mistral"], ""),
     "blocks that slide": (config(layer_types=[FULL, SLIDING]), ["mistral"], "model_type = minis"),
     "other blocks": (config(layer_types=[FULL, "chunked_attention"]), LLAMAS[2:4], "chunked_att"),
-    "a block too few": (config(layer_types=[FULL]), ["ministral"], "an entry for each of 2"),
+    "a block too few": (
+        config(layer_types=[FULL]),
+        ["ministral"],
+        "must be equal to the number of",
+    ),
     "blocks that turn": (config(no_rope_layers=[0, 1], layer_types=...), ["smollm3"], ""),
     "no blocks that turn": (config(no_rope_layers=[2, 1]), ["smollm3"], "must have 0 and 1"),
     "windows by layers": (
         config(layer_types=["full_attention", "sliding_attention"]),
         QWENS,
-        "layer_types has 'sliding_attention'",
+        "layer_types (has|is) 'sliding_attention'",
     ),
     "other weights of experts": (config(norm_topk_prob=True), ["qwen3_moe", "glm4_moe"], ""),
     "experts under another name": (
@@ -515,6 +534,76 @@ def test_a_folder_has_the_logits_of_transformers_or_a_line_that_says_why(tmp_pat
         theirs = model(TOKENS).logits.detach()
     assert not line
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_the_ranks_of_others_name_what_makes_them_one_file(tmp_path):
+    """And that does: what accelerate merges has the logits."""
+    model, parts = model_of("llama"), tmp_path / "parts"
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=parts, no_dist=True)
+    model.config.save_pretrained(parts)
+    assert "accelerate merge-weights FOLDER OUT" in ours_of(parts)[1]
+    fsdp_utils.merge_fsdp_weights(str(parts), str(tmp_path / "whole"))
+    model.config.save_pretrained(tmp_path / "whole")
+    ours, line = ours_of(tmp_path / "whole")
+    assert not line
+    torch.testing.assert_close(ours, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name,remedy",
+    [
+        ("global_step7", "python zero_to_fp32.py FOLDER OUT --safe_serialization"),
+        ("consolidated.00.pth", "fetch their folder for transformers, which has a config.json"),
+        ("params.json", "fetch their folder for transformers, which has a config.json"),
+        ("notes.txt", "has no model.safetensors: fetch it"),
+    ],
+)
+def test_folders_without_weights_name_the_remedy(tmp_path, name, remedy):
+    (tmp_path / "model" / name).mkdir(parents=True)
+    assert remedy in ours_of(tmp_path / "model")[1]
+
+
+@pytest.mark.parametrize("number", [259, 260])
+def test_an_id_without_a_row_is_told_with_both_numbers(tmp_path, number):
+    """As that of a token of padding that was added to a tokenizer."""
+    model_of("llama").save_pretrained(tmp_path)
+    tokenizer = letters(lambda letter: ord(letter) - 32)
+    tokenizer.add_special_tokens([f"<{each}>" for each in range(96, number)] + ["<pad>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    line = mistake(open_folder, tmp_path)
+    told = "largest id of its tokenizer is 260, and the model has 260 rows" in line
+    assert told == (number == 260) and bool(line) == told
+
+
+def test_a_tokenizer_that_is_not_the_models_is_told(tmp_path):
+    folder, other = tmp_path / "model", tmp_path / "other"
+    model_of("llama").save_pretrained(folder)
+    source = f"hf:{folder}"
+    assert "model has no tokenizer.json: name the one" in other_tokenizer(source, "bytes")
+    assert not other_tokenizer(source, "gpt2") and not other_tokenizer("runs/tiny", "bytes")
+    code, out, err = run_command("import", [str(folder), "new.toml"], tmp_path)
+    said = f"{folder} has no tokenizer.json: set data.tokenizer to the one"
+    assert code == 0 and f"warning: {said}" in err and "plan" in out
+    assert (tmp_path / "new.toml").read_text().startswith(f"# {said}")
+    for name, text in tokenizer_files(load_tokenizer("bytes"), 64).items():
+        (folder / name).write_text(text)
+    assert not other_tokenizer(source, "bytes")  # other files, the same tokens
+    file = tokenizer_file(other)
+    assert f"other tokens than {folder}/tokenizer.json" in other_tokenizer(source, str(file))
+    shutil.copy(file, folder / "tokenizer.json")
+    assert not other_tokenizer(source, str(file))
+
+
+def test_dynamic_positions_end_where_they_would_change(tmp_path):
+    model_of("llama").save_pretrained(tmp_path)
+    config(rope_scaling={"rope_type": "dynamic", "factor": 2.0})(tmp_path, None)
+    for name, text in tokenizer_files(load_tokenizer("bytes"), 64).items():
+        (tmp_path / name).write_text(text)
+    model = load(tmp_path)
+    assert model.generate("The", max_tokens=61)
+    with pytest.raises(UserError, match="are 65 tokens, and the rotary positions .* go to 64"):
+        model.generate("The", max_tokens=62)
 
 
 def test_the_settings_of_a_tokenizer_in_a_cache_are_found(tmp_path):

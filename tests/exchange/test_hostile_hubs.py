@@ -11,7 +11,7 @@ from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.data.hub import load_dataset
 from torchmars.evaluation.tasks import Tasks
-from torchmars.exchange.hub import find_folder
+from torchmars.exchange.folder import find_folder
 
 datasets = pytest.importorskip("datasets")
 CODE = b"raise SystemExit('a hub has written this')"

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
             for name in ("adamw", "mars-adamw", "mars-lion")
         ),
     )
-    places = [str(folder / "runs" / "adamw"), str(folder / "weights.safetensors")]
+    places = [str(folder / "runs" / "adamw"), str(folder / "weights"), "--to", "safetensors"]
     code, out, err = run_command("export", places, ROOT)
     assert code == 0 and "36,000 weights" in out, err
     return folder
@@ -61,7 +61,7 @@ def started(tables):
 
 @pytest.mark.parametrize(
     "source,size",
-    [("runs/adamw", 1), ("runs/adamw/checkpoints/step-00000006", 4), ("weights.safetensors", 4)],
+    [("runs/adamw", 1), ("runs/adamw/checkpoints/step-00000006", 4), ("weights", 4)],
 )
 def test_weights_only(folder, source, size):
     tables = tables_of(
@@ -72,7 +72,7 @@ def test_weights_only(folder, source, size):
         checkpoint={"init_from": str(folder / source)},
     )
     for step, position, weights, states, origin in run_ranks(started, size, tables):
-        expected = load_file(folder / "weights.safetensors")
+        expected = load_file(folder / "weights" / "model.safetensors")
         assert (
             (step, position) == (0, 0) and set(weights) == set(expected) and "weights of" in origin
         )
@@ -169,7 +169,7 @@ def forgotten(tables):
 
 
 def test_an_export_that_cannot_be_written_is_one_line(folder):
-    places = [str(folder / "runs" / "adamw"), str(folder / "no" / "weights.safetensors")]
+    places = [str(folder / "runs" / "adamw"), "/proc/no/weights"]
     code, _, err = run_command("export", places, ROOT)
     assert code == 2 and err.startswith("error: cannot write") and err.count("\n") == 1
 
@@ -231,7 +231,7 @@ MISFITS = [
         r"part.safetensors has tok_embed.weight not at all, the config's model in \[320, 32\]",
     ),
     (
-        {"checkpoint": {"init_from": "FOLDER/weights.safetensors", "init_optimizer": True}},
+        {"checkpoint": {"init_from": "FOLDER/weights/model.safetensors", "init_optimizer": True}},
         "checkpoint.init_optimizer: .*weights only",
     ),
     (
@@ -271,7 +271,7 @@ def test_a_run_with_a_checkpoint_of_its_own_goes_on_from_that(folder):
         "own",
         {"name": "adamw", "lr": 1e-3},
         3,
-        checkpoint={"init_from": str(folder / "weights.safetensors")},
+        checkpoint={"init_from": str(folder / "weights")},
     )
     train(2, tables)
     tables["training"]["steps"] = 4

@@ -55,16 +55,17 @@ def test_a_family_of_a_plugin_trains_on_layouts_and_comes_back_from_an_export(fi
     for layout in ("dp_shard", "tp"):
         losses = train(file, layout, f"--parallelism.{layout}", "2", ranks=2)
         assert losses == pytest.approx(alone, rel=1e-5)
-    exported = file.parent / "weights.safetensors"
-    words = ["runs/tp", str(exported), "--plugins", "own_family"]
+    exported = file.parent / "weights"
+    words = ["runs/tp", str(exported), "--to", "safetensors", "--plugins", "own_family"]
     code, _, err = run_command("export", words, file.parent)
     assert code == 0, err
-    assert load_file(exported)["blocks.1.mlp.up.weight"].shape == (96, 32)
+    assert load_file(exported / "model.safetensors")["blocks.1.mlp.up.weight"].shape == (96, 32)
     options = ("--checkpoint.init_from", str(exported), "--training.steps", "1")
     again = train(file, "again", *options, "--optimizer.lr", "1e-9", ranks=1)
-    words[:2] = ["runs/again", "again.safetensors"]
+    words[:2] = ["runs/again", "again"]
     assert run_command("export", words, file.parent)[0] == 0
-    first, second = load_file(exported), load_file(file.parent / "again.safetensors")
+    folders = exported, file.parent / "again"
+    first, second = (load_file(folder / "model.safetensors") for folder in folders)
     for name in first:
         torch.testing.assert_close(second[name], first[name], atol=1e-7, rtol=0)
     assert again[1] < alone[6]

@@ -58,9 +58,9 @@ def test_it_is_the_recurrence_from_the_initial_weights(tables, tmp_path):
     average = weights_at(tables, 3, average=True)
     check_equal(average, expected)
     run = str(run_folder_of(tables))
-    code, _, err = run_command("export", [run, "ema.safetensors", "--ema"], tmp_path)
+    code, _, err = run_command("export", [run, "ema", "--to", "safetensors", "--ema"], tmp_path)
     assert code == 0, err
-    written = load_file(tmp_path / "ema.safetensors")
+    written = load_file(tmp_path / "ema" / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in average.items())
 
 

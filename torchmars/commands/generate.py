@@ -61,9 +61,11 @@ def main() -> None:
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
         prompts = [prompt for prompt in prompts for _ in range(options.samples)]
         from torchmars.evaluation import sampling
+        from torchmars.exchange.saved_model import check_length
 
         model, tokenizer = load_onto_gpu(options.folder, options.step)
         longest = max(len(sampling.encode(tokenizer, prompt)) for prompt in prompts)
+        check_length(model, longest + options.max_tokens)
         room = min(model.seq_len, longest + options.max_tokens)
         predict = sampling.predict_with_cache(model, room)
         draw = sampling.Draw(options.temperature, options.top_k, options.top_p, options.seed)

@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from textwrap import fill
 from typing import Any
 
 import tomli_w
@@ -14,16 +13,17 @@ from torchmars.core.errors import UserError, exit_on_user_error, file_errors
 from torchmars.core.files import path_problem, write_durably
 from torchmars.core.help import Positional
 from torchmars.core.options import parse, words
-from torchmars.exchange.families import IN_WORDS
+
+REMEDY = "set data.tokenizer to the one that the model was trained with, else it is bytes"
 
 
 @dataclass
 class Import(PluginOptions):
-    __doc__ = f"""Write a config that trains on from a model of Hugging Face's transformers.
+    """Write a config that trains on from a model of Hugging Face's transformers.
 
     The folder is one that save_pretrained wrote, or that was downloaded, with .safetensors files.
-    hf:NAME is a model of the hub. It is one of these:
-    {fill(f"{IN_WORDS}.", 96, subsequent_indent="    ")}
+    hf:NAME is a model of the hub. It is one of these: GPT-2, Llama, Mistral, Ministral, SmolLM3,
+    OLMo 3, Qwen2, Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, DeepSeek-V3 and GLM-4.7-Flash.
 
     It is checked, and stays where it is. A model of the hub stays in the hub's own cache. Each rank
     of a run reads its own part of the weights there. Files that are named after the config, and
@@ -54,9 +54,13 @@ def main() -> None:
         tables = found.tables
         if options.plugins is not None:
             tables = {"run": {"plugins": words(options.plugins, "--plugins")}} | tables
+        untold = "" if "data" in tables else f"{options.folder} has no tokenizer.json: {REMEDY}"
         with file_errors(f"cannot write {options.config}"):
-            write_durably(options.config, tomli_w.dumps(tables))
+            text = f"# {untold}.\n" if untold else ""
+            write_durably(options.config, text + tomli_w.dumps(tables))
         say(f"{options.config}: {found.model.describe()}")
+        if untold:
+            say(f"warning: {untold}", error=True)
         say(*next_commands(*after_import(options, tables)))
 
 

@@ -52,9 +52,9 @@ class CheckpointConfig:
     """How a checkpoint is checked before it is loaded. full: size and SHA-256 of every file. size:
     sizes only. off: nothing."""
     init_from: Annotated[str, Origin()] | None = None
-    """Start from the weights of another run, of one checkpoint, of a .safetensors file made by
-    torchmars export, or of a model of Hugging Face's transformers: hf:FOLDER, or hf:NAME of the
-    hub. Has no effect once the run has a checkpoint of its own."""
+    """Start from the weights of another run, of one checkpoint, of a folder or a .safetensors file
+    that torchmars export made, or of a model of Hugging Face's transformers: hf:FOLDER, or hf:NAME
+    of the hub. Has no effect once the run has a checkpoint of its own."""
     init_optimizer: bool = False
     """Take the optimizer's state from init_from too, as far as this optimizer has use for it."""
 

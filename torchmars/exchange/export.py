@@ -1,46 +1,79 @@
-"""Weights of checkpoints, written for other programs."""
+"""Weights of checkpoints, written for other programs: a folder that appears when it is complete."""
 
 import json
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from torchmars.config.load import config_text
 from torchmars.config.model_args import Multipliers
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, read_bytes, sync_folder, write_durably
 from torchmars.data.tokenizer import GENERATION
-from torchmars.exchange.card import HEAD, model_card
-from torchmars.exchange.saved_model import SavedModel, tokenizer_of
-from torchmars.exchange.to_config import to_config
+from torchmars.exchange.families import to_config
+from torchmars.exchange.folder import CONFIG
+from torchmars.exchange.saved_model import SavedModel
 from torchmars.exchange.tokenizer_files import (
     ends_of,
     loading_problem,
     special_tokens,
     tokenizer_files,
 )
-from torchmars.exchange.weight_files import write_weights
-from torchmars.exchange.weights import CONFIG, FILE_BYTES, write_weight_files
+from torchmars.exchange.weights import FILE_BYTES, tensors_there, write_weights
 from torchmars.models import Model
 from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama
 
+Names = Literal["hf", "safetensors"]
 CARD = "README.md"
-FILE = re.compile(
-    r"README\.md|((tokenizer|config|generation_config|tokenizer_config)\.json|model.*)(\.partial)?"
-)
+HEAD = "---\ntags:\n- torchmars\n"  # begins the card of each export
+OF_HUB = "library_name: transformers\npipeline_tag: text-generation\n"
+TEXT = """---
+
+# {name}
+
+A language model of {parameters}, trained from scratch with torchmars {version}.
+
+- {family}: {shape}
+- {tokens:,} tokens in {steps}, validation loss {loss}
+
+It was trained on raw text. It follows no instructions, and repeats what is in that text, right or
+wrong. {warning}
+
+```toml
+{config}```
+"""
+
+
+def model_card(models: Sequence[SavedModel], warning: str, names: Names) -> str:
+    """Return the text of the card of the mean of `models`, with a `warning` of its tokenizer."""
+    newest = models[0]
+    config, model, loss = newest.config, newest.model, newest.manifest.validation_loss
+    mean = f", the mean of {len(models)} checkpoints from step {models[-1].step:,}"
+    return (HEAD + OF_HUB * (names == "hf") + TEXT).format(
+        name=config.run.name,
+        version=version("torchmars"),
+        parameters=model.counts_in_words,
+        family=config.model.name,
+        shape=model.describe(),
+        tokens=newest.manifest.position * config.training.seq_len,
+        steps=f"{newest.step:,} steps{mean if len(models) > 1 else ''}",
+        loss="not measured" if loss is None else f"{loss:.4f}",
+        warning=fill(warning, 100),
+        config=config_text(config),
+    )
 
 
 def mean_weight(models: Sequence[SavedModel]) -> Callable[[str], Tensor]:
-    """Return a function from a weight's name to its mean over `models`, multipliers folded in.
-
-    What is written computes the same without any ([transfer]). It holds two tensors of that weight
-    in memory, no more.
-    """
+    """Return a function from a weight's name to its mean over `models`, multipliers folded in."""
 
     def read(name: str) -> Tensor:
         total = models[0].read(name)
@@ -76,84 +109,54 @@ def folded(model: Model, name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-def export(models: Sequence[SavedModel], target: Path, kind: str, dtype: str) -> None:
-    """Write the mean weights of `models`: "hf", a folder, or a file. Raises `UserError`."""
-    write = export_folder if kind == "hf" else export_file
-    with file_errors(f"cannot write {target}"):
-        write(models, target, getattr(torch, dtype))
-
-
-def export_file(models: Sequence[SavedModel], file: Path, dtype: torch.dtype) -> None:
-    """Write the mean weights of `models`, under our names, to a .safetensors file.
-
-    Raises `OSError` and `DamagedCheckpoint`.
-    """
-    state, buffers = models[0].model.state_dict(), dict(models[0].model.named_buffers())
-    entries = {
-        name: (value.dtype if name in buffers else dtype, value.shape)
-        for name, value in state.items()
-    }
-    write_weights(file, entries, map(mean_weight(models), state))
-
-
-def export_folder(
-    models: Sequence[SavedModel], folder: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
+def export(
+    models: Sequence[SavedModel],
+    folder: Path,
+    names: Names = "hf",
+    dtype: torch.dtype = torch.float32,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write the mean weights of `models`, and their tokenizer, to a folder that transformers loads.
+    """Write the mean weights of `models` to a folder, in files of at most `file_bytes` bytes.
 
-    It appears when it is complete. `file_bytes` is the size of its files of weights at most. Raises
-    `OSError`, `DamagedCheckpoint`, and `UserError` for a shape that no class of transformers has,
-    and for a tokenizer that is not to be had.
+    `names` says whose: those of transformers, which loads the folder with its tokenizer; or ours,
+    and then it has weights alone. Raises `DamagedCheckpoint`, and `UserError` for a shape that no
+    class of transformers has, for a tokenizer that is not to be had, and if it cannot be written.
     """
-    newest = models[0]
-    texts = texts_of(models, dtype)
+    newest, read = models[0], mean_weight(models)
+    texts = texts_of(models, dtype) if names == "hf" else {CARD: model_card(models, "", names)}
     partial = folder.with_name(folder.name + PARTIAL)
-    if os.path.lexists(partial):
-        if not is_cut_off(partial):
-            raise UserError(f"{partial} is there, and no export left it: move it away")
-        remove_export(partial)
-    partial.mkdir(parents=True)
-    try:
-        for name, text in texts.items():
-            write_durably(partial / name, text)
-        write_weight_files(partial, newest.model, dtype, mean_weight(models), file_bytes)
-        sync_folder(partial)
-        partial.rename(folder)
-    except BaseException:
-        remove_export(partial)  # it may be large
-        raise
-    sync_folder(folder.parent)
+    with file_errors(f"cannot write {folder}"):
+        if os.path.lexists(partial):
+            if not is_cut_off(partial):
+                raise UserError(f"{partial} is there, and no export left it: move it away")
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        try:
+            for name, text in texts.items():
+                write_durably(partial / name, text)
+            there = tensors_there(newest.model, dtype, read, names == "hf")
+            write_weights(partial, there, file_bytes)
+            sync_folder(partial)
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial)  # it may be large
+            raise
+        sync_folder(folder.parent)
 
 
 def is_cut_off(partial: Path) -> bool:
-    """Return whether an export that was cut off left `partial`: only files of one, with its card.
-
-    Raises `OSError`.
-    """
+    """Return whether an export that was cut off left `partial`: its card comes first."""
     if partial.is_symlink() or not partial.is_dir():
         return False
-    files = {path.name: path.is_file() for path in partial.iterdir()}
-    if files.keys() <= {CARD + PARTIAL}:  # the card comes first
-        return True
-    known = all(file and FILE.fullmatch(name) for name, file in files.items())
-    return known and CARD in files and read_bytes(partial / CARD).startswith(HEAD.encode())
-
-
-def remove_export(partial: Path) -> None:
-    """Delete an export that is not complete; last its card, by which it is known."""
-    for path in sorted(partial.iterdir(), key=lambda path: path.name == CARD):
-        path.unlink()
-    partial.rmdir()
+    card, names = partial / CARD, {path.name for path in partial.iterdir()}
+    has_ours = card.is_file() and read_bytes(card).startswith(HEAD.encode())
+    return has_ours or names <= {CARD + PARTIAL}
 
 
 def texts_of(models: Sequence[SavedModel], dtype: torch.dtype) -> dict[str, str]:
-    """Return the texts of all files but the weights, by name, its card first.
-
-    Raises `UserError`.
-    """
+    """Return the texts of all files but the weights, by name, the card first."""
     newest = models[0]
-    model, config = newest.model, newest.config
-    tokenizer = tokenizer_of(newest)
+    model, config, tokenizer = newest.model, newest.config, newest.tokenizer
     if tokenizer.vocab_size != newest.manifest.vocab_size:
         raise UserError(
             f"data.tokenizer: {config.data.tokenizer} has {tokenizer.vocab_size:,} tokens, that "
@@ -161,30 +164,21 @@ def texts_of(models: Sequence[SavedModel], dtype: torch.dtype) -> dict[str, str]
         )
     special = special_tokens(tokenizer)
     ends = [end for end in ends_of(tokenizer) if end < tokenizer.vocab_size]
-    ids = {
-        "bos_token_id": special["bos_token"],
-        "eos_token_id": ends if len(ends) > 1 else ends[0],
-    }
+    ids = {"bos_token_id": special["bos_token"], "eos_token_id": ends if ends[1:] else ends[0]}
     # Rows past the vocabulary are padding.
     padding = list(range(tokenizer.vocab_size, model.vocab_rows))
     pad = tokenizer.end_of_text if special["pad_token"] is None else special["pad_token"]
     generation = {**ids, "pad_token_id": pad, "suppress_tokens": padding or None}
-    kind = str(dtype).removeprefix("torch.")
     # Versions 5 of transformers read `dtype`, earlier ones `torch_dtype`.
-    own = {**ids, "dtype": kind, "torch_dtype": kind}
+    own = ids | dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     return {
-        CARD: model_card(models, tokenizer_problem(newest)),
-        CONFIG: to_json(to_config(model) | own),
-        GENERATION: to_json(generation),
+        CARD: model_card(models, tokenizer_problem(newest), "hf"),
+        CONFIG: json.dumps(to_config(model) | own, indent=2) + "\n",
+        GENERATION: json.dumps(generation, indent=2) + "\n",
         **tokenizer_files(tokenizer, config.training.seq_len),
     }
 
 
 def tokenizer_problem(model: SavedModel) -> str:
     """Return how the tokenizer of an exported folder must not be loaded, and how; "" if it may."""
-    return loading_problem(tokenizer_of(model), to_config(model.model)["model_type"])
-
-
-def to_json(value: Mapping[str, object]) -> str:
-    """Return the text of a JSON file."""
-    return json.dumps(value, indent=2) + "\n"
+    return loading_problem(model.tokenizer, to_config(model.model)["model_type"])

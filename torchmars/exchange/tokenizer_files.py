@@ -1,7 +1,8 @@
-"""A tokenizer as the files that Hugging Face's transformers reads."""
+"""Tokenizers of folders of Hugging Face's transformers: those that are read, and files to write."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torchmars.core.errors import needs_package
@@ -15,38 +16,68 @@ if TYPE_CHECKING:
 FORCED = {"qwen2": "Qwen2Tokenizer"}
 
 
-def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
-    """Return the texts of the files that AutoTokenizer loads, by name.
+class FolderTokenizer(FileTokenizer):
+    """A tokenizer.json in the folder of its model, with the tokens around texts that it has seen.
 
-    `seq_len` is the length of the model's sequences. Settings beside a tokenizer.json are kept, but
-    not those that name code or a token that there is not. Raises `UserError` if the package that
-    writes the files is missing.
+    A model of other people has seen what the file's post-processor adds, where one of ours has seen
+    the end of the document before. It ends what it writes by any of several tokens.
+    """
+
+    @property
+    def before(self) -> list[int]:
+        """The tokens that the post-processor puts before a text."""
+        return self.put_before
+
+    @cached_property
+    def begin(self) -> int:
+        """The token that begins a text or else the one that ends it, as EleutherAI's harness."""
+        named = self.named("bos_token")
+        number = None if named is None else self.number(named)
+        return self.end_of_text if number is None else number
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """What generation_config.json names, or else config.json, or else the tokenizer."""
+        return frozenset(self.ends_of_model or [self.end_of_text])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the tokenizer_config.json, over which an older file of special tokens wins where
+        transformers reads it. Raises `UserError` if one is damaged."""
+        settings = super().settings
+        if "added_tokens_decoder" in settings:
+            return settings
+        return settings | self.table("special_tokens_map.json")
+
+
+def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
+    """Return the texts of the files that AutoTokenizer loads for sequences of `seq_len`, by name.
+
+    Settings beside a tokenizer.json are kept, but not those that name code or a token that there is
+    not. Raises `UserError` if the package that writes the files is missing.
     """
     kept: dict[str, Any] = {}
-    begin = tokenizer.begin_token
+    token: Callable[[int], str | None]
     if isinstance(tokenizer, FileTokenizer):
-        text, end = tokenizer.text, tokenizer.token(tokenizer.end_of_text)
+        text, token = tokenizer.text, tokenizer.token
         kept = {key: value for key, value in tokenizer.settings.items() if key != "auto_map"}
-        for name, number in special_tokens(tokenizer).items():
-            kept[name] = None if number is None else tokenizer.token(number)
     else:
         assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
-        ranks, pattern, special = tokenizer.byte_pairs()
-        built = byte_pair_tokenizer(ranks, pattern, special)
-        text = built.to_str(pretty=True)
-        kept = {} if begin is None else {"bos_token": built.id_to_token(begin)}
-        end = next(name for name, number in special.items() if number == tokenizer.end_of_text)
+        built = byte_pair_tokenizer(*tokenizer.byte_pairs())
+        text, token = built.to_str(pretty=True), built.id_to_token
     config = {
-        "bos_token": end,
-        "eos_token": end,
-        "pad_token": end,
         "clean_up_tokenization_spaces": False,
         **kept,
+        **{
+            name: None if number is None else token(number)
+            for name, number in special_tokens(tokenizer).items()
+        },
         "tokenizer_class": "PreTrainedTokenizerFast",  # of tokenizer.json alone, and no code
         "model_max_length": seq_len,
     }
+    begin = tokenizer.begin_token
     if begin is not None and tokenizer.put_before != [begin]:
-        text = begun(text, kept["bos_token"], begin)
+        text = begun(text, str(token(begin)), begin)
     return {
         "tokenizer.json": text,
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
@@ -56,8 +87,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
     """Return the ids of the tokens with a part of their own, by their names in transformers.
 
-    A text begins and is padded with the token that ends it, where the tokenizer names no other,
-    and begins as the documents of a run did.
+    One that the tokenizer does not name is the token that ends a text.
     """
     end = tokenizer.end_of_text
     found: dict[str, int | None] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
@@ -95,10 +125,7 @@ def ends_of(tokenizer: Tokenizer) -> list[int]:
 
 
 def loading_problem(tokenizer: Tokenizer, model_type: str) -> str:
-    """Return how AutoTokenizer differs on the files for a type of model, with the remedy, or "".
-
-    A tokenizer that was written by the class itself is the same.
-    """
+    """Return how AutoTokenizer differs on the files for a type of model, with the remedy, or ""."""
     own = tokenizer.settings if isinstance(tokenizer, FileTokenizer) else {}
     written_by = str(own.get("tokenizer_class")).removesuffix("Fast")
     forced = FORCED.get(model_type, written_by)
@@ -143,10 +170,9 @@ def byte_pair_tokenizer(
 
 
 def byte_letters() -> list[str]:
-    """Return the letter that stands for each byte in such files.
+    """Return the letter that stands for each byte in such files: itself where Latin-1 prints it.
 
-    A byte that Latin-1 prints stands for itself. The others, in order, are the letters from 256 on.
-    Source: Radford et al. 2019, section 2.2 and its code.
+    The others, in order, are the letters from 256 on (Radford et al. 2019, section 2.2 and code).
     """
     printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -156,8 +182,7 @@ def byte_letters() -> list[str]:
 def merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     """Yield the pair that each token of more than one byte was merged from, in order of rank.
 
-    tiktoken's files do not have the pairs. They follow: encode a token by the ranks below its own,
-    and two parts are left.
+    It is what is left of a token that is encoded by the ranks below its own.
     """
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[place : place + 1] for place in range(len(token))]

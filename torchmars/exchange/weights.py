@@ -1,189 +1,111 @@
-"""The weights in folders of Hugging Face's transformers: which files they are in, and where."""
+"""Files of weights alone, in the safetensors format: which there are, what is where, and new ones.
+
+A folder has one file, or several and an index, as transformers writes them: under its names of
+tensors, or under ours.
+"""
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
-from math import prod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from torchmars.config.checkpoint import HF
 from torchmars.core.bounds import Name
 from torchmars.core.errors import UserError
-from torchmars.core.files import read_text, write_durably
+from torchmars.core.files import open_file, path_problem, read_text, write_durably
 from torchmars.core.typed import parse_json
-from torchmars.exchange.hub import is_of_hub
-from torchmars.exchange.names import (
-    GATE_UP,
-    Counterpart,
-    base_of,
-    counterparts,
-    left_out,
-    with_their_parameters,
-)
-from torchmars.exchange.weight_files import (
-    CHUNK,
-    DTYPES,
-    SavedWeight,
-    no_content,
-    read_part,
-    weights_of_file,
-    write_weights,
-)
+from torchmars.exchange.families import counterparts, family_of
+from torchmars.exchange.family import Counterpart
+from torchmars.exchange.llama_family import GATE_UP
 from torchmars.models import Model
-from torchmars.models.gpt2 import GPT2
+from torchmars.optim.tensors import local_intervals, local_part
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-ADAPTER = "adapter_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TABLE, HEAD = "tok_embed.weight", "lm_head.weight"  # our name of the token table, their head
-SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-VARIANT = re.compile(r"model\.[\w-]+(\.index\.json|(-\d+-of-\d+)?\.safetensors)")
 FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
+ROWS = 4096  # of a matrix, that are compared at a time
+DTYPES = ("F32", "BF16", "F16", "F64")  # as the format calls them
+POINTER = b"version https://git-lfs"  # begins what Git leaves instead of a large file
 # Buffers that older versions saved beside the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# What may be there instead, and how to come by what can be read. The first counts.
+OTHERS = {
+    r"adapter_config\.json": "of an adapter of PEFT: load it there, and save what "
+    "merge_and_unload() returns",
+    r"model-\d+-of-\d+\.safetensors": f"and no {INDEX} that says which others there are: fetch it",
+    r"model\.[\w-]+(-\d+-of-\d+)?\.(safetensors|.*\.json)": "load the model with this variant= and "
+    "save it without",
+    r"consolidated\..*|params\.json": "of those who trained the model: fetch their folder for "
+    "transformers, which has a config.json",
+    r".*\.safetensors": "which transformers does not read: name that file so if it is it",
+    r".*\.distcp|pytorch_model_fsdp_\d+": "of FSDP's ranks: accelerate merge-weights FOLDER OUT "
+    "writes one file of them, and python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+    "one to load and save_pretrained",
+    r"global_step\d+|zero_to_fp32\.py": "of DeepSpeed's ranks: python zero_to_fp32.py FOLDER OUT "
+    "--safe_serialization writes files of weights",
+    r".*\.(bin|pth?|ckpt|pkl)": "which may run code when it is read: load the model by "
+    "transformers, and save it with safe_serialization",
+}
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder. Raises `UserError`."""
-    path = folder / CONFIG
-    check_folder(folder)
-    try:
-        return parse_json(read_text(path))
-    except OSError as error:
-        raise UserError(
-            f"it is no folder of Hugging Face's: {CONFIG} cannot be read ({error.strerror})"
-        ) from None
-    except ValueError as error:
-        reason = no_content(path) or error
-        raise UserError(f"its {CONFIG} is no JSON object: {reason}") from None
+class OtherHead(UserError):
+    """A head beside a tied token table, with other values."""
 
 
-def check_folder(folder: Path) -> None:
-    """Raise `UserError` for a folder that is not there, and for one of an adapter."""
-    if not os.path.lexists(folder):
-        of_hub = f"{HF}{folder}"
-        fetch = f": {of_hub} names that model of the hub" if is_of_hub(of_hub) else ""
-        raise UserError(f"there is no folder {folder}{fetch}")
-    if os.path.lexists(folder / ADAPTER):
-        raise UserError(
-            f"its {ADAPTER} belongs to an adapter of PEFT: load it there, and save what "
-            "merge_and_unload() returns"
-        )
+@dataclass(frozen=True)
+class SavedWeight:
+    """Where a weight lies: the file, its name and shape there, and whether it is transposed."""
+
+    file: Path
+    name: str
+    shape_there: tuple[int, ...]
+    dtype: str
+    """As the format calls it."""
+    transposed: bool = False
+    half: int | None = None
+    """Which half of the rows of each matrix it is, where two stacks are one tensor there."""
+    stack: tuple["SavedWeight", ...] = ()
+    """Where the matrices of a stack lie, if each is a tensor there; the rest is the first one's."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of our weight."""
+        if self.stack:
+            return (len(self.stack), *self.stack[0].shape)
+        if self.half is not None and len(self.shape_there) == 3 and self.shape_there[1] % 2 == 0:
+            stack, rows, columns = self.shape_there
+            return (stack, rows // 2, columns)
+        return self.shape_there[:: -1 if self.transposed else 1]
 
 
-def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
-    """Return where the weights of `model` lie in a folder that transformers wrote, by our names.
+def has_weights(folder: Path) -> bool:
+    """Return whether there is a file of weights, or an index of some, in a folder."""
+    return any(os.path.lexists(folder / name) for name in (WEIGHTS, INDEX))
 
-    Raises `UserError` for one that is missing, and for one that `model` has not.
+
+def no_weights(folder: Path) -> UserError:
+    """Return the error of a folder without: what is there instead, and the remedy."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    for pattern, remedy in OTHERS.items():
+        if found := next((name for name in names if re.fullmatch(pattern, name)), None):
+            return UserError(f"it has no {WEIGHTS}, but {found}, {remedy}")
+    return UserError(f"it has no {WEIGHTS}: fetch it")
+
+
+def weights_in(folder: Path) -> dict[str, SavedWeight]:
+    """Return where the weights in a folder lie, by their names there. Raises `UserError`.
+
+    Of a single file and an index it is the file that counts, as in transformers.
     """
-    files, theirs = named_weights(folder, model)
-    base, table = base_of(model), theirs[TABLE].name
-    read = set()
-    if model.output is None and HEAD in files:  # the token table once more
-        read.add(HEAD)
-        if not same_values(files.setdefault(table, files[HEAD]), files[HEAD]):
-            gpt2 = isinstance(model, GPT2)
-            remedy = "a GPT-2 here has but one table" if gpt2 else "set model.tied = false"
-            raise UserError(f"its {HEAD} has other values than its {table}: {remedy}")
-    saved = {}
-    for ours, there in theirs.items():
-        for name in there.names:
-            if name not in files:
-                raise UserError(missing(name, files, folder))
-        places = [
-            replace(files[name], transposed=there.transposed, half=there.half)
-            for name in there.names
-        ]
-        saved[ours] = stacked(places, base) if there.experts else places[0]
-        read.update(there.names)
-    for name in files.keys() - read:
-        whole = base + name.removeprefix(base)
-        if not (whole.endswith(BUFFERS) or whole.startswith(left_out(model))):
-            raise UserError(f"it has {name}, which no model of its {CONFIG} has{class_of(folder)}")
-    return saved
-
-
-def stacked(experts: Sequence[SavedWeight], base: str) -> SavedWeight:
-    """Return the place of a stack whose matrices are a tensor each. Raises `UserError`."""
-    first = experts[0]
-    for each in experts:
-        if each.shape != first.shape:
-            raise UserError(f"it has {each.name} in another shape than expert 0's")
-        if each.name.startswith(base) != first.name.startswith(base):
-            # transformers sorts these names, and so takes one expert for another.
-            raise UserError(f"it has {first.name} and {each.name}: experts are named in two ways")
-    strange = (each for each in experts if each.dtype not in DTYPES.values())
-    return replace(next(strange, first), stack=tuple(experts))
-
-
-def named_weights(
-    folder: Path, model: Model
-) -> tuple[dict[str, SavedWeight], dict[str, Counterpart]]:
-    """Return where the tensors in a folder lie, by their whole names, and those of `model`.
-
-    As transformers does, a name gets what the base of a model begins it with, or loses it, where
-    the model has such a tensor: weights may have been saved without a head. Raises `UserError`.
-    """
-    files: dict[str, SavedWeight] = {}
-    for file in weight_files(folder):
-        files |= weights_of_file(file)
-    theirs = counterparts(model, any(name.endswith(GATE_UP) for name in files))
-    wanted = {HEAD, *(name for there in theirs.values() for name in there.names)}
-    base = base_of(model)
-    found: dict[str, SavedWeight] = {}
-    for name, place in files.items():
-        without = name.removeprefix(base)
-        whole = next((each for each in (without, base + without) if each in wanted), name)
-        if whole in found:
-            raise UserError(
-                f"it has {found[whole].name} and {name}, which are one weight: take one out"
-            )
-        found[whole] = place
-    return found, theirs
-
-
-def has_other_head(folder: Path, model: Model) -> bool:
-    """Return whether a folder has a head with other values than its token table."""
-    files, theirs = named_weights(folder, model)
-    places = [files[name] for name in (theirs[TABLE].name, HEAD) if name in files]
-    return len(places) == 2 and not same_values(*places)
-
-
-def missing(name: str, files: Mapping[str, SavedWeight], folder: Path) -> str:
-    """Return the fault of a folder without the tensor `name`."""
-    known = next((each for each in files if each.endswith(f".{name}")), None)
-    if known is None:
-        return f"it has no {name}, which its {CONFIG} asks for{class_of(folder)}"
-    wrapper = known.removesuffix(name)
-    return f"it has no {name}, but {known}: save the model that is in {wrapper.rstrip('.')}"
-
-
-def class_of(folder: Path) -> str:
-    """Return that a folder's config.json names no language model, in words; "" if it names one."""
-    if not os.path.isfile(folder / CONFIG):
-        return ""
-    named = str(read_config(folder).get("architectures"))
-    causal = named == "None" or "ForCausalLM" in named or "LMHead" in named
-    return "" if causal else f": it was saved from {named.strip('[]')}, which is no language model"
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the .safetensors files of a folder. Raises `UserError` if there are none.
-
-    Of several kinds it is the one that transformers takes: a single file before an index.
-    """
-    check_folder(folder)
     single, index = folder / WEIGHTS, folder / INDEX
-    if os.path.isfile(single) or (os.path.lexists(single) and not os.path.lexists(index)):
-        return [single]
-    if not os.path.lexists(index):
-        raise UserError(f"it has no {WEIGHTS}{other_weights(folder)}")
+    if os.path.isfile(single) or not os.path.lexists(index):
+        return weights_of_file(single)
     try:
         names = sorted(set(parse_json(read_text(index))["weight_map"].values()))
         for name in names:
@@ -191,94 +113,205 @@ def weight_files(folder: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         reason = no_content(index) or error
         raise UserError(f"its {INDEX} is no index of files beside it ({reason})") from None
+    found: dict[str, SavedWeight] = {}
     for name in names:
         if not os.path.exists(folder / name):
             raise UserError(f"it has no {name}, which its {INDEX} names: fetch it too")
-    return [folder / name for name in names]
+        found |= weights_of_file(folder / name)
+    return found
 
 
-def other_weights(folder: Path) -> str:
-    """Return which other weights there are instead of the expected ones, and the remedy."""
-    names = sorted(path.name for path in folder.iterdir())
-    for name in names:
-        if SHARD.fullmatch(name):
-            return f", and no {INDEX} that says which files there are beside {name}: fetch it too"
-        if VARIANT.fullmatch(name):
-            kind = name.split(".")[1]
-            return f', but {name}: load the model with variant="{kind}" and save it without'
-        if name.endswith(".safetensors"):
-            return f", but {name}, which transformers does not read: name that file so if it is it"
-    return (
-        ": files of another kind, such as .bin, may run code when they are read: load the model by "
-        "transformers, and save it with safe_serialization"
-    )
+def weights_of_file(file: Path) -> dict[str, SavedWeight]:
+    """Return where the weights in a .safetensors file lie, by name. Raises `UserError`.
+
+    The library checks that the header describes the whole file, each byte once.
+    """
+    if wrong := path_problem(file, "file"):
+        raise UserError(f"cannot read {file}: {wrong}")
+    found = {}
+    try:
+        with safe_open(file, framework="pt") as saved:
+            for name in saved.keys():
+                place = saved.get_slice(name)
+                found[name] = SavedWeight(file, name, tuple(place.get_shape()), place.get_dtype())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {file}: {no_content(file) or error}") from None
+    return found
+
+
+def no_content(file: Path) -> str:
+    """Return why the contents of a file are missing; "" if they may be there."""
+    try:
+        with open_file(file) as stream:
+            begin = stream.read(len(POINTER))
+    except OSError:
+        return ""
+    if begin == POINTER:
+        return "it is a pointer of Git LFS, not the file itself: run git lfs pull in its folder"
+    return "" if begin else "it is empty: fetch it again"
+
+
+def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
+    """Return where the weights of `model` lie in a folder that transformers wrote, by our names.
+
+    As there, a name gets what begins names of its family, or loses it, where that fits: weights may
+    have been saved without a head. Raises `UserError` for one too many or too few.
+    """
+    there, base = weights_in(folder), family_of(model).base
+    theirs = counterparts(model, any(name.endswith(GATE_UP) for name in there))
+    wanted = {HEAD, *(name for each in theirs.values() for name in each.names)}
+    files: dict[str, SavedWeight] = {}
+    for name, place in there.items():
+        without = name.removeprefix(base)
+        whole = next((each for each in (without, base + without) if each in wanted), name)
+        if other := files.get(whole):
+            raise UserError(f"it has {other.name} and {name}, which are one weight: take one out")
+        files[whole] = place
+    if model.output is None and HEAD in files:  # the token table once more
+        head, table = files.pop(HEAD), theirs[TABLE].name
+        if not same_values(files.setdefault(table, head), head):
+            can_untie = hasattr(model.args, "tied")
+            remedy = "set model.tied = false" if can_untie else "a GPT-2 here has but one table"
+            raise OtherHead(f"its {HEAD} has other values than its {table}: {remedy}")
+    saved = {}
+    for ours, each in theirs.items():
+        for name in each.names:
+            if name not in files:
+                inside = next((other for other in files if other.endswith(f".{name}")), "")
+                module = inside.removesuffix(f".{name}")
+                remedy = f": save the model that is in {module}" if inside else ""
+                raise UserError(f"it has no {name}, which its config.json asks for{remedy}")
+        places = [
+            replace(files[name], transposed=each.transposed, half=each.half) for name in each.names
+        ]
+        if any(place.shape != places[0].shape for place in places):
+            raise UserError(f"it has an expert of another shape than {places[0].name}")
+        saved[ours] = replace(places[0], stack=tuple(places)) if each.experts else places[0]
+    left_out = family_of(model).left_out(model)
+    for name in files.keys() - wanted:
+        whole = base + name.removeprefix(base)
+        if not whole.endswith(BUFFERS) and not whole.startswith(left_out):
+            raise UserError(f"it has {name}, which no model of its config.json has")
+    return saved
 
 
 def same_values(one: SavedWeight, other: SavedWeight) -> bool:
     """Return whether two matrices in files have the same values. Raises `UserError`."""
-    if one == other or one.shape != other.shape or {one.dtype, other.dtype} - {*DTYPES.values()}:
+    if one == other or one.shape != other.shape or {one.dtype, other.dtype} - {*DTYPES}:
         return one.shape == other.shape  # a dtype that cannot be read is told of elsewhere
     rows, *columns = one.shape
-    most = max(1, CHUNK // max(1, prod(columns)))
-    for begin in range(0, rows, most):
-        part = [(begin, min(begin + most, rows)), *((0, size) for size in columns)]
+    for begin in range(0, rows, ROWS):
+        part = [(begin, min(begin + ROWS, rows)), *((0, size) for size in columns)]
         if not torch.equal(read_part(one, part).float(), read_part(other, part).float()):
             return False
     return True
 
 
-def write_weight_files(
-    folder: Path,
-    model: Model,
-    dtype: torch.dtype,
-    read: Callable[[str], Tensor],
-    file_bytes: int = FILE_BYTES,
-) -> None:
-    """Write the weights of `model` to files of at most `file_bytes` bytes, and their index.
+def weights_problem(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]) -> str:
+    """Return which of `weights` cannot be read from `saved`, and why; "" if all can be."""
+    for name, place in saved.items():
+        for each in place.stack or [place]:
+            if name in weights and each.dtype not in DTYPES:
+                return f"has {name} as {each.dtype}, where {', '.join(DTYPES)} can be read"
+    return shape_problem({name: place.shape for name, place in saved.items()}, weights)
 
-    A larger tensor has a file of its own. `read` returns a weight by our name. Each is read and
-    written before the next one, so that memory holds one, or one stack of experts. They are of
-    `dtype`, and buffers as they are: a router chooses by its bias. Raises `OSError`.
+
+def shape_problem(saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> str:
+    """Return which of `weights` is not among the shapes `saved`, or another; "" if none is."""
+    for name, value in weights.items():
+        if saved.get(name) != tuple(value.shape):
+            found = f"in shape {list(saved[name])}" if name in saved else "not at all"
+            return f"has {name} {found}, the config's model in {list(value.shape)}"
+    return ""
+
+
+@torch.no_grad()
+def load_weights(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]) -> None:
+    """Fill `weights`, sharded or not, with those that `saved` names. Raises `UserError`.
+
+    Every rank reads its own part only.
     """
-    there = with_their_parameters(model)
-    theirs, buffers = counterparts(there), dict(there.named_buffers())
-    ours, whole = model.state_dict(), there.state_dict()
+    for name, target in weights.items():
+        local, place, part = local_part(target), saved[name], local_intervals(target)
+        if local.numel() and place.stack:
+            for matrix, each in zip(local, place.stack[slice(*part[0])], strict=True):
+                matrix.copy_(read_part(each, part[1:]))
+        elif local.numel():
+            local.copy_(read_part(place, part))
 
-    def values() -> Iterator[Tensor]:
-        for name, tensor in theirs.items():
-            weight = read(name) if name in ours else torch.zeros(whole[name].shape)
-            yield from weight if tensor.experts else [weight.T if tensor.transposed else weight]
-            del weight  # before the next one
 
-    entries = {}
-    for name, tensor in theirs.items():
-        shape = whole[name].shape[1:] if tensor.experts else whole[name].shape
-        kind = whole[name].dtype if name in buffers else dtype
-        for each in tensor.names:
-            entries[each] = (kind, shape[:: -1 if tensor.transposed else 1])
-    sizes = {name: shape.numel() * kind.itemsize for name, (kind, shape) in entries.items()}
-    parts = split_by_size(sizes, file_bytes)
+def read_part(place: SavedWeight, part: Sequence[tuple[int, int]]) -> Tensor:
+    """Return a part of our weight that is one tensor there. Raises `UserError`."""
+    slices = [slice(*interval) for interval in part]
+    if place.half is not None:
+        begin = place.half * place.shape[1]
+        slices[1] = slice(begin + slices[1].start, begin + slices[1].stop)
+    try:
+        with safe_open(place.file, framework="pt") as saved:
+            order = -1 if place.transposed else 1
+            there: Tensor = saved.get_slice(place.name)[tuple(slices[::order])]
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {place.file}: {error}") from None
+    return there.T if place.transposed else there
+
+
+def write_weights(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES
+) -> None:
+    """Write named tensors to a file, or to several of at most `file_bytes` bytes, and their index.
+
+    A larger tensor has a file of its own. Memory holds the tensors of a file. Raises `OSError`.
+    """
+    parts: list[list[str]] = []
+    total = 0
+    for held in by_file(tensors, file_bytes):
+        file = folder / f"{len(parts)}.safetensors"
+        file.touch()
+        mode = file.stat().st_mode  # the library's files are for their owner alone
+        try:
+            save_file(held, file, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        file.chmod(mode)
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+        parts.append([*held])
+        total += sum(tensor.nbytes for tensor in held.values())
     index: dict[str, str] = {}
-    rest = values()
-    for number, names in enumerate(parts, start=1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else WEIGHTS
-        write_weights(
-            folder / file, {name: entries[name] for name in names}, islice(rest, len(names))
-        )
-        index |= dict.fromkeys(names, file)
+    for number, names in enumerate(parts):
+        name = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        name = WEIGHTS if len(parts) == 1 else name
+        (folder / f"{number}.safetensors").rename(folder / name)
+        index |= dict.fromkeys(names, name)
     if len(parts) > 1:
-        table = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
+        table = {"metadata": {"total_size": total}, "weight_map": index}
         write_durably(folder / INDEX, json.dumps(table, indent=1) + "\n")
 
 
-def split_by_size(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Return runs of names whose sizes add up to at most `most`; a larger one is alone."""
-    runs: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if not runs or size > room:
-            runs.append([])
-            room = most
-        runs[-1].append(name)
-        room -= size
-    return runs
+def by_file(tensors: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each file; they are gone when the next one is asked for."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if held and sum(each.nbytes for each in held.values()) + tensor.nbytes > most:
+            yield held
+            held.clear()
+        held[name] = tensor
+    yield held
+
+
+def tensors_there(
+    model: Model, dtype: torch.dtype, read: Callable[[str], Tensor], theirs: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of `model` by their names in transformers, or else by our own.
+
+    `read` returns a weight by our name. Buffers keep their dtype: a router chooses by its bias.
+    """
+    there = family_of(model).with_their_parameters(model) if theirs else model
+    ours, buffers = model.state_dict(), dict(there.named_buffers())
+    shapes = {name: value.shape for name, value in there.state_dict().items()}
+    places = counterparts(there) if theirs else {name: Counterpart(name) for name in shapes}
+    for name, place in places.items():
+        weight = read(name) if name in ours else torch.zeros(shapes[name])
+        weight = weight if name in buffers else weight.to(dtype)
+        matrices = [*weight] if place.experts else [weight.T if place.transposed else weight]
+        yield from zip(place.names, (each.contiguous() for each in matrices))

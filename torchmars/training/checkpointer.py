@@ -19,10 +19,9 @@ from torchmars.checkpoint.resume import check_same_run, newest_good, read_verifi
 from torchmars.checkpoint.saver import OwnedFolders, Saver
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
-from torchmars.core.places import place
 from torchmars.data.mixture import Mixture
 from torchmars.data.shares import Shares, shares_from_start
-from torchmars.exchange.initial import init_from, open_source, weights_of
+from torchmars.exchange.saved_model import check_init_from, init_from
 from torchmars.models import Model
 from torchmars.optim import MARS
 from torchmars.parallel.parallel_model import ParallelModel
@@ -272,5 +271,5 @@ def check_resume(config: ResolvedConfig, data: Mixture, model: Model) -> None:
     if found:
         optimizer = build_optimizer(config, model)
         check_same_run(*found, config, data.fingerprint(), optimizer)
-    elif (source := config.checkpoint.init_from) and weights_of(source, model) is None:
-        open_source(place(source), "size", model)
+    elif config.checkpoint.init_from:
+        check_init_from(config, model)

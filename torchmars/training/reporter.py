@@ -117,11 +117,12 @@ class RunReporter:
             named = ",".join(self.config.run.plugins)
             plugins = ["--plugins", named] if named else []
             # Transformers has no plugin's model.
-            target = f"{run}-hf" if self.config.model.name in OWN else f"{run}.safetensors"
+            theirs = self.config.model.name in OWN
+            target = [f"{run}-hf"] if theirs else [f"{run}-weights", "--to", "safetensors"]
             commands = [
                 ["generate", run, *words, *plugins],
                 ["plot", run],
-                ["export", run, target, *plugins],
+                ["export", run, *target, *plugins],
             ]
             self.layout.say(*next_commands(*(["torchmars", *each] for each in commands)))
 
