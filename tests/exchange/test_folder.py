@@ -231,7 +231,7 @@ def test_the_mean_and_a_step_are_those_of_the_checkpoints(exports, tmp_path):
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_files_of_a_size_hold_all_weights_in_a_dtype(exports, name, tmp_path):
     run, folder = exports[name]
-    export_models([open_model(run)], tmp_path / "parts", "hf", torch.bfloat16, 20_000)
+    export_models([open_model(run)], tmp_path / "parts", "hf", "bfloat16", 20_000)
     index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "parts").glob("*.safetensors"))
     assert len(files) > 3 and {file.name for file in files} == set(index["weight_map"].values())

@@ -55,12 +55,10 @@ def main() -> None:
         options = parse(Export, sys.argv[1:], "torchmars export")
         target = options.target
         check_target(target)
-        import torch
-
         from torchmars.exchange import export, saved_model
 
         models = saved_model.open_last(options.run, options.step, options.average, options.ema)
-        export.export(models, target, options.to, getattr(torch, options.dtype))
+        export.export(models, target, options.to, options.dtype)
         newest = models[0]
         parameters = [parameter.numel() for parameter in newest.model.parameters()]
         say(f"{target}: {counted(len(parameters), 'tensor')}, {sum(parameters):,} weights")

@@ -16,7 +16,6 @@ from torchmars.core.help import Positional
 from torchmars.core.options import parse
 
 if TYPE_CHECKING:
-    from torchmars.data.tokenizer import Tokenizer
     from torchmars.models import Model
 
 SEPARATOR = "-" * 15
@@ -61,11 +60,12 @@ def main() -> None:
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
         prompts = [prompt for prompt in prompts for _ in range(options.samples)]
         from torchmars.evaluation import sampling
-        from torchmars.exchange.saved_model import check_length
+        from torchmars.exchange import saved_model
 
-        model, tokenizer = load_onto_gpu(options.folder, options.step)
+        model, tokenizer, _ = saved_model.load_model(options.folder, options.step)
+        move_onto_gpu(model, options.folder)
         longest = max(len(sampling.encode(tokenizer, prompt)) for prompt in prompts)
-        check_length(model, longest + options.max_tokens)
+        saved_model.check_length(model, longest + options.max_tokens)
         room = min(model.seq_len, longest + options.max_tokens)
         predict = sampling.predict_with_cache(model, room)
         draw = sampling.Draw(options.temperature, options.top_k, options.top_p, options.seed)
@@ -82,16 +82,14 @@ def main() -> None:
                 write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
 
 
-def load_onto_gpu(folder: PurePath, step: int | None) -> "tuple[Model, Tokenizer]":
-    """Load a model as `load_model` does, onto the GPU where there is one."""
+def move_onto_gpu(model: "Model", folder: PurePath) -> None:
+    """Move the model of a folder onto the GPU where there is one. Raises `UserError`."""
     import torch
 
     from torchmars.core.device import gpu_type
-    from torchmars.exchange.saved_model import load_model
 
-    model, tokenizer, _ = load_model(folder, step)
     try:
-        return model.to(gpu_type() or "cpu"), tokenizer
+        model.to(gpu_type() or "cpu")
     except torch.OutOfMemoryError:
         raise UserError(
             f"the GPU has no room for the model in {folder}: name another one in "

@@ -113,7 +113,7 @@ def export(
     models: Sequence[SavedModel],
     folder: Path,
     names: Names = "hf",
-    dtype: torch.dtype = torch.float32,
+    dtype: str = "float32",
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write the mean weights of `models` to a folder, in files of at most `file_bytes` bytes.
@@ -134,7 +134,7 @@ def export(
         try:
             for name, text in texts.items():
                 write_durably(partial / name, text)
-            there = tensors_there(newest.model, dtype, read, names == "hf")
+            there = tensors_there(newest.model, getattr(torch, dtype), read, names == "hf")
             write_weights(partial, there, file_bytes)
             sync_folder(partial)
             partial.rename(folder)
@@ -153,7 +153,7 @@ def is_cut_off(partial: Path) -> bool:
     return has_ours or names <= {CARD + PARTIAL}
 
 
-def texts_of(models: Sequence[SavedModel], dtype: torch.dtype) -> dict[str, str]:
+def texts_of(models: Sequence[SavedModel], dtype: str) -> dict[str, str]:
     """Return the texts of all files but the weights, by name, the card first."""
     newest = models[0]
     model, config, tokenizer = newest.model, newest.config, newest.tokenizer
@@ -170,7 +170,7 @@ def texts_of(models: Sequence[SavedModel], dtype: torch.dtype) -> dict[str, str]
     pad = tokenizer.end_of_text if special["pad_token"] is None else special["pad_token"]
     generation = {**ids, "pad_token_id": pad, "suppress_tokens": padding or None}
     # Versions 5 of transformers read `dtype`, earlier ones `torch_dtype`.
-    own = ids | dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
+    own = ids | dict.fromkeys(("dtype", "torch_dtype"), dtype)
     return {
         CARD: model_card(models, tokenizer_problem(newest), "hf"),
         CONFIG: json.dumps(to_config(model) | own, indent=2) + "\n",
