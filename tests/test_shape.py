@@ -13,12 +13,12 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 50, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 35_890
+IN_ALL = 35_880
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
     "cluster": 2_554,
-    "commands": 1_690,
+    "commands": 1_680,
     "comparison": 1_760,
     "config": 3_150,
     "core": 2_052,

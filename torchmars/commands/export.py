@@ -13,7 +13,6 @@ from torchmars.core.files import path_problem
 from torchmars.core.help import Positional
 from torchmars.core.options import parse
 from torchmars.core.words import counted
-from torchmars.data.manifest import has_manifest
 from torchmars.storage.storage import MANIFEST
 
 if TYPE_CHECKING:
@@ -69,18 +68,11 @@ def main() -> None:
             if problem := export.tokenizer_problem(newest):
                 say(f"warning: {problem}")
             say(f'Python: transformers.AutoModelForCausalLM.from_pretrained("{target}")')
-        following = after_theirs if options.to == "hf" else after_ours
-        if lines := next_commands(*following(target, newest)):
+            following = [["torchmars", "generate", str(target), "--prompt", "The"]]
+        else:
+            following = after_ours(target, newest)
+        if lines := next_commands(*following):
             say(*lines)
-
-
-def after_theirs(target: Path, model: "SavedModel") -> list[list[str]]:
-    """Return commands that may come after an export for transformers."""
-    commands = [["torchmars", "generate", str(target), "--prompt", "The"]]
-    shards = model.config.data.corpora()[0].path
-    if has_manifest(Path(shards)):
-        commands.append(["torchmars", "evaluate", str(target), "--shards", shards])
-    return commands
 
 
 def after_ours(target: Path, model: "SavedModel") -> list[list[str]]:
