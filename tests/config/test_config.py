@@ -212,7 +212,7 @@ def test_groups_of_the_optimizer(tmp_path):
         ),
         (
             ["--parallelism.reshard_after_forward", "2", "--parallelism.tp", "2"],
-            "reshard_after_forward = 2 does not go with parallelism.tp",
+            "reshard_after_forward = 2 does not go with parallelism.tp: FSDP2",
         ),
         (["--run.name", "a/b"], "run.name must be one folder name"),
         (["--data.source", "text"], "data.files is empty"),

@@ -55,7 +55,8 @@ def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
             {"cp": 2, "tp": 4, "cp_method": "ulysses"},
             "cp = 2 does not divide the 1 head of each rank: choose 1, or ",
         ),
-        (8, {"pp": 8}, "8 pipeline stages cannot share 4 blocks"),
+        (8, {"pp": 8}, "8 pipeline stages cannot share 4 blocks: lower parallelism.pp = 8$"),
+        (4, {"pp": 4, "pp_schedule": "Interleaved1F1B"}, 'pp = 4, or choose .*"1F1B"'),
         (2, {"pp": 2, "pp_blocks": (1, 2)}, r"pp_blocks = \[1, 2\] deals out 3 blocks"),
         (2, {"pp": 2, "pp_blocks": (1, 1, 2)}, "names 3 stages for parallelism.pp = 2: 1F1B"),
         (

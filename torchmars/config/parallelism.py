@@ -82,12 +82,12 @@ class ParallelismConfig:
             self.dp_shard == -1 or self.dp_shard >= 1,
             f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}",
         )
-        # FSDP2 makes groups of the ranks of one mesh, and waits for all ranks of the run (torch
-        # 2.11 to 2.15).
+        # FSDP2 makes groups of one mesh's ranks, and waits for all of the run (torch 2.11 to 2.15).
+        others = [f"parallelism.{axis}" for axis in ("tp", "pp", "ep") if vars(self)[axis] > 1]
         require(
-            not isinstance(self.reshard_after_forward, int) or self.tp == self.pp == self.ep == 1,
+            not isinstance(self.reshard_after_forward, int) or not others,
             f"parallelism.reshard_after_forward = {self.reshard_after_forward!r} does not go with "
-            'parallelism.tp, parallelism.pp and parallelism.ep: choose "auto"',
+            f'{" and ".join(others)}: FSDP2 makes such groups of all ranks alone. Choose "auto"',
         )
         if self.pp_blocks is None:
             return

@@ -99,9 +99,10 @@ def blocks_of_stages(model: Model, parallelism: ParallelismConfig) -> list[range
             f"{sum(parallelism.pp_blocks)} blocks, the model has {blocks}"
         )
     if blocks < stages:
+        single = ', or choose parallelism.pp_schedule = "1F1B", which has one stage a rank'
         raise UserError(
             f"{stages} pipeline stages cannot share {blocks} blocks: lower parallelism.pp = "
-            f"{parallelism.pp}"
+            f"{parallelism.pp}{single if parallelism.pp <= blocks else ''}"
         )
     counts = parallelism.pp_blocks or even_counts(blocks, stages, head_in_blocks(model))
     starts = [sum(counts[:stage]) for stage in range(stages + 1)]
