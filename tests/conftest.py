@@ -29,7 +29,7 @@ LONGEST = (
     "commands/test_run_ends.py",
     "exchange/test_folder.py",
     "api/test_api.py",
-    "parallel/test_gradients.py",
+    "parallel/test_composition.py",
     "planning/test_memory.py",
     "planning/test_plan.py",
     "parallel/test_fsdp.py",

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.support.expert_losses import LOSSES, merged, run_tables, train_counted
 from tests.support.full import FULL
 from tests.support.layouts import by_ranks
 from tests.support.ranks import run_ranks
+from tests.support.small_runs import LOSSES, merged, run_tables, train_counted
 from tests.support.tiny import copy_run, metrics, same, write_text
 
 SIX = ["1 rank", "EP 2", "EP 4", "FSDP 2 x TP 2, EP 2", "HSDP 2x2, EP 2", "PP 2 x FSDP 2, EP 2"]
@@ -15,7 +15,7 @@ BOUNDS = {"mars-adamw": 2e-5, "mars-m": 2e-4}
 
 def tables_of(folder, model, rule, layout, saved=None, steps=20):
     """The tables of a run; `saved` is the layout of the checkpoint that it resumes from."""
-    tables = run_tables(folder, model, rule, (layout, ""))
+    tables = run_tables(folder, model, rule, layout)
     tables["checkpoint"] |= {"interval": steps // 2, "keep_last": 0}
     tables["training"]["steps"] = steps
     if saved is not None:

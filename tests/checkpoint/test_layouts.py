@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.support.full import FULL
-from tests.support.layout_losses import MODELS, RULES
 from tests.support.layouts import LAYOUTS, by_ranks
+from tests.support.small_runs import MODELS, RULES
 from tests.support.tiny import (
     copy_run,
     metrics,
@@ -117,7 +117,7 @@ THREE = ["FSDP 2 x TP 2", "TP 2 x CP 2 Ulysses", "PP 2 x FSDP 2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["windows", "OLMo 3", "DeepSeek"])
+@pytest.mark.parametrize("model", ["windows", "OLMo 3", "DeepSeek, dense"])
 def test_families_go_on_on_each_other(tmp_path, model):
     write_text(tmp_path)
     pairs = [(a, b) for a in THREE for b in THREE]

@@ -5,12 +5,10 @@ import os
 import pytest
 import torch
 
-from tests.support.expert_losses import LOSSES
-from tests.support.expert_losses import MODELS as EXPERTS
 from tests.support.full import full_but
-from tests.support.layout_losses import MODELS, RULES
 from tests.support.layouts import LAYOUTS_WITH_EXPERTS
 from tests.support.ranks import run_ranks
+from tests.support.small_runs import LOSSES, MODELS, RULES
 from tests.support.tiny import run_folder_of, tiny_tables, train_here, write_text
 from torchmars.checkpoint.memory.shared_memory import MEMORY
 from torchmars.cluster import connection
@@ -25,7 +23,7 @@ EMA = {"ema_decay": 0.9}
 
 
 def experts(model, rule):
-    return EXPERTS[model], rule, LOSSES[model]
+    return MODELS[model], rule, LOSSES[model]
 
 
 # For each change of a layout the runs: a model, a rule, and settings of training.

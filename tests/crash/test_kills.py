@@ -11,10 +11,9 @@ from typing import Literal
 import pytest
 
 from tests.support.commands import ROOT, Command, kill, ranks_of
-from tests.support.expert_losses import LOSSES, MODELS
 from tests.support.full import FULL
-from tests.support.layout_losses import RULES
 from tests.support.same_end import check_same_end, tables_of
+from tests.support.small_runs import LOSSES, MODELS, RULES
 from tests.support.tiny import run_folder_of, write_config, write_text
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import read_verified

@@ -96,26 +96,6 @@ def test_checkpointing_keeps_less():
     assert kept_bytes(mode="full") < 8 * block_input < kept_bytes() / 2
 
 
-QUICK = [("FSDP 2", "selective"), ("PP 2", "full")]
-MORE = [("TP 2", "full"), ("CP 2", "selective")]
-
-
-def mark_of(case):
-    return () if case in QUICK else FULL if case in MORE else pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "layout,mode",
-    [
-        pytest.param(layout, mode, marks=mark_of((layout, mode)))
-        for layout in LAYOUTS
-        for mode in ("full", "selective")
-    ],
-)
-def test_gradients_with_checkpointing(layout, mode):
-    check_gradients("gpt2", *LAYOUTS[layout], activations={"mode": mode})
-
-
 @pytest.mark.parametrize(
     "layout,mode",
     [

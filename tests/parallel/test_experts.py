@@ -22,51 +22,35 @@ from torchmars.parallel.cuts import ONE_UNIT_BYTES
 from torchmars.parallel.experts import Dispatch
 from torchmars.parallel.fsdp import stack_placement
 
-# A layout, further settings of it, activation checkpointing, and whether blocks are compiled.
-QUICK = [("EP 2", {}, "full", False)]
-MORE = [
-    ("TP 2, EP 2", {}, "selective", True),
-    ("EP 2", {"accumulate": "whole"}, "selective", False),
-    ("EP 2", {"cpu_offload": True}, "none", False),
-    ("EP 2", {"reshard_after_forward": "always"}, "full", True),
-    ("EP 2", {"reshard_after_forward": "never"}, "none", True),
-    ("CP 2, EP 2", {}, "full", False),
-    ("TP 2, EP 2", {}, "full", False),
+# A layout, further settings of it, and activation checkpointing. Blocks are compiled.
+CASES = [
+    ("TP 2, EP 2", {}, "selective"),
+    ("EP 2", {"reshard_after_forward": "always"}, "full"),
+    ("EP 2", {"reshard_after_forward": "never"}, "none"),
 ]
-ON_FOUR = [
-    ("FSDP 4, EP 2", {"reshard_after_forward": "always"}, "full", False),
-    ("FSDP 4, EP 2", {"accumulate": "whole"}, "none", True),
-    ("EP 4", {}, "selective", False),
-    ("HSDP 2x2, EP 2", {"accumulate": "reduced"}, "full", False),
-    ("HSDP 2x2, EP 2", {"accumulate": "whole"}, "none", False),
-    ("PP 2 x FSDP 2, EP 2", {"accumulate": "whole"}, "full", False),
-]
+ON_FOUR = [("FSDP 4, EP 2", {"accumulate": "whole"}, "none")]
 
 
 def gradients_of_cases(cases, apart):
-    """The results of `gradients_on` for each of `cases`, in one process group."""
+    """The results of `compiled_gradients_on` for each of `cases`, in one process group."""
     world = torch.distributed.get_world_size()
     results = []
-    for layout, settings, mode, compile in cases:
+    for layout, settings, mode in cases:
         parallelism = ParallelismConfig(**LAYOUTS_WITH_EXPERTS[layout][1] | settings)
-        training = gradients.training_on(world, compile)
+        training = gradients.training_on(world, compile=True)
         checkpointing = ActivationCheckpointConfig(mode)
-        function = gradients.compiled_gradients_on if compile else gradients.gradients_on
-        results.append(function("moe", parallelism, training, checkpointing, apart))
+        case = "moe", parallelism, training, checkpointing, apart
+        results.append(gradients.compiled_gradients_on(*case))
     return results
 
 
+@FULL
 @pytest.mark.parametrize(
     "ranks,cases,apart",
-    [
-        (2, QUICK, False),
-        pytest.param(2, MORE, False, marks=FULL),
-        pytest.param(4, ON_FOUR, False, marks=FULL),
-        pytest.param(2, [*QUICK, MORE[0], ("CP 2, EP 2", {}, "none", False)], True, marks=FULL),
-    ],
-    ids=["quick", "more", "on four", "documents apart"],
+    [(2, CASES, False), (4, ON_FOUR, False), (2, CASES[:1], True)],
+    ids=["two", "four", "documents apart"],
 )
-def test_gradients_are_those_of_one_plain_model(ranks, cases, apart):
+def test_gradients_of_compiled_blocks_are_those_of_one_plain_model(ranks, cases, apart):
     expected = gradients.plain_gradients("moe", apart)
     for case, found in zip(cases, zip(*run_ranks(gradients_of_cases, ranks, cases, apart))):
         gradients.compare(found, case, expected)

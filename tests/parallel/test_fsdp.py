@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # private, 
 )
 
 from tests.support.full import FULL, full_but
-from tests.support.gradients import check_gradients, compare, gradients_on, plain_gradients
+from tests.support.gradients import compare, gradients_on, plain_gradients
 from tests.support.ranks import run_ranks
 from tests.support.traffic import TrafficCounter
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
@@ -18,25 +18,6 @@ from torchmars.parallel import fsdp
 
 SLOW = pytest.mark.slow
 KEEP_ALL = ActivationCheckpointConfig()
-
-
-# Those of the default, "sharded", are in test_gradients.py.
-@pytest.mark.parametrize(
-    "ranks,layout",
-    [
-        (2, {"accumulate": "whole"}),
-        (4, {"pp": 2, "accumulate": "whole"}),
-        pytest.param(
-            4, {"pp": 2, "accumulate": "whole", "pp_schedule": "Interleaved1F1B"}, marks=SLOW
-        ),
-        pytest.param(8, {"pp": 2, "dp_replicate": 2, "accumulate": "sharded"}, marks=SLOW),
-        pytest.param(8, {"pp": 2, "dp_replicate": 2, "accumulate": "reduced"}, marks=SLOW),
-        pytest.param(8, {"pp": 2, "dp_replicate": 2, "accumulate": "whole"}, marks=SLOW),
-    ],
-    ids=str,
-)
-def test_accumulated_gradients_are_those_of_one_rank(ranks, layout):
-    check_gradients("gpt2", ranks, layout)
 
 
 def reductions(*args):
@@ -80,32 +61,6 @@ def test_a_small_model_is_gathered_and_reduced_at_once(layout, size, gathered, s
     for times, _ in results:
         assert times == {"all-gather": gathered, "reduce-scatter": scattered, "all-reduce": 0}
     compare([found for _, found in results], layout, plain_gradients("gpt2"))
-
-
-@pytest.mark.parametrize(
-    "ranks,layout",
-    [
-        (4, {"reshard_after_forward": 2}),
-        (2, {"reshard_after_forward": "never"}),
-        pytest.param(4, {"pp": 2, "reshard_after_forward": "always"}, marks=FULL),
-        pytest.param(4, {"cp": 2, "reshard_after_forward": 2}, marks=SLOW),
-        pytest.param(8, {"dp_replicate": 2, "reshard_after_forward": 2}, marks=SLOW),
-        (2, {"cpu_offload": True}),
-        pytest.param(4, {"pp": 2, "cpu_offload": True}, marks=SLOW),
-    ],
-    ids=str,
-)
-def test_gradients_do_not_depend_on_where_weights_are(ranks, layout):
-    check_gradients("gpt2", ranks, layout)
-
-
-@pytest.mark.parametrize(
-    "ranks,layout",
-    [(2, {"reshard_after_forward": "always"}), pytest.param(4, {"pp": 2}, marks=FULL)],
-    ids=str,
-)
-def test_a_head_of_its_own(ranks, layout):
-    check_gradients("llama", ranks, layout)
 
 
 def copies(settings):

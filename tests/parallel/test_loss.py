@@ -1,7 +1,6 @@
 """The loss in chunks against `torch.nn.functional.cross_entropy` of whole logits."""
 
 import dataclasses
-from itertools import product
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 
 from tests.support import gradients
-from tests.support.full import FULL
-from tests.support.layouts import LAYOUTS
 from tests.support.memory import MemoryCounter
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig
@@ -148,44 +145,19 @@ def test_memory_does_not_grow_with_the_tokens():
     assert logits < peak(16 * 128, chunk=128, compile=True) < 1.2 * logits
 
 
-def plain_gradients(name):
-    """Those of `tests.parallel.test_gradients`, with a z-loss."""
-    model = gradients.MODELS[name]()
-    init_weights(model, seed=0)
-    gradients.set_buffers(model.buffers())
-    logits = model.head(model(gradients.WINDOWS[:, :-1])).flatten(0, 1)
-    loss = F.cross_entropy(logits, gradients.WINDOWS[:, 1:].flatten())
-    (loss + Z_LOSS * logits.logsumexp(-1).square().mean()).backward()
-    return loss.item(), {key: (each.detach(), each.grad) for key, each in model.named_parameters()}
-
-
-def gradients_in_chunks(cases, compile):
-    """What `tests.parallel.test_gradients` finds on this rank, of chunks of few tokens."""
+def gradients_in_chunks():
+    """What `gradients_on` finds on this rank, of compiled chunks of few tokens."""
     losses._compiled = lambda kernel: kernel
-    return [gradients.gradients_on(*case, chunk=5, compile_loss=compile) for case in cases]
-
-
-def check_layouts(cases, compile=False):
     training = dataclasses.replace(gradients.training_on(2), z_loss=Z_LOSS)
-    arguments = [
-        (name, ParallelismConfig(**LAYOUTS[layout][1]), training, ActivationCheckpointConfig())
-        for name, layout in cases
-    ]
-    results = run_ranks(gradients_in_chunks, 2, arguments, compile)
-    for (name, layout), found in zip(cases, zip(*results)):
-        gradients.compare(found, layout, plain_gradients(name))
-
-
-CHUNKED = list(product(gradients.NAMES, ("FSDP 2", "TP 2", "CP 2", "PP 2 Interleaved1F1B")))
-QUICK = [("gpt2", "FSDP 2"), ("llama", "TP 2")]
-MORE = [case for case in CHUNKED if case not in QUICK]
-
-
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=FULL)], ids=["", "more"])
-def test_gradients_of_chunks_on_layouts(cases):
-    """A tied and an untied head, sharded, cut by rows, and in a pipeline of four stages."""
-    check_layouts(cases)
+    case = "llama", ParallelismConfig(tp=2), training, ActivationCheckpointConfig()
+    return gradients.gradients_on(*case, chunk=5, compile_loss=True)
 
 
 def test_gradients_of_compiled_chunks_of_a_head_cut_by_rows():
-    check_layouts([("llama", "TP 2")], compile=True)
+    model = gradients.MODELS["llama"]()
+    init_weights(model, seed=0)
+    logits = model.head(model(gradients.WINDOWS[:, :-1])).flatten(0, 1)
+    loss = F.cross_entropy(logits, gradients.WINDOWS[:, 1:].flatten())
+    (loss + Z_LOSS * logits.logsumexp(-1).square().mean()).backward()
+    plain = {name: (each.detach(), each.grad) for name, each in model.named_parameters()}
+    gradients.compare(run_ranks(gradients_in_chunks, 2), "TP 2", (loss.item(), plain))

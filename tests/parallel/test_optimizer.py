@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.full import FULL
-from tests.support.layout_losses import run_tables
 from tests.support.ranks import run_ranks
+from tests.support.small_runs import run_tables
 from tests.support.tiny import write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables

@@ -14,8 +14,6 @@ from tests.models.test_latent import ARGS as LATENT
 from tests.models.test_latent import DENSE
 from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_moe import EXPERTS, GLM
-from tests.support.layouts import LAYOUTS_WITH_EXPERTS, by_ranks
-from tests.support.own_mixture import OwnMixtures
 from tests.support.ranks import run_ranks
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchmars.models.deepseek import Deepseek
@@ -37,13 +35,11 @@ MODELS = {
     "llama": lambda: Llama(dataclasses.replace(WIDE, qkv_bias=True)),
     "moe": lambda: Llama(dataclasses.replace(WIDE, **EXPERTS)),
     "glm": lambda: Llama(dataclasses.replace(WIDE, **EXPERTS, **GLM)),
-    "own mixture": lambda: OwnMixtures(WIDE),
     "deepseek": lambda: Deepseek(dataclasses.replace(LATENT, **WIDER)),
     "deepseek without latents of queries": lambda: Deepseek(
         dataclasses.replace(LATENT, **WIDER | DENSE, q_lora_rank=0)
     ),
 }
-NAMES = (*MODELS,)  # other files of tests add models of their own
 
 
 @cache
@@ -132,11 +128,6 @@ def gathered_gradients(model):
     return {name: (gathered(value), gathered(value.grad)) for name, value in model.weights.items()}
 
 
-def gradients_on_each(cases):
-    """`gradients_on` for each of `cases`, in one process group."""
-    return [gradients_on(*case) for case in cases]
-
-
 def gathered(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -175,23 +166,6 @@ def check_gradients(
     training = training_on(ranks, compile)
     results = run_ranks(function, ranks, name, parallelism, training, checkpointing, apart)
     compare(results, settings, plain_gradients(name, apart))
-
-
-def check_layouts(cases, apart=False):
-    """Compare `cases`, pairs of a model's and a layout's name, each size in one process group.
-
-    `apart`: documents are kept apart.
-    """
-    for ranks, layouts in by_ranks(list(dict.fromkeys(layout for _, layout in cases))).items():
-        chosen = [(name, layout) for name, layout in cases if layout in layouts]
-        training, keep_all = training_on(ranks), ActivationCheckpointConfig()
-        arguments = [
-            (name, ParallelismConfig(**LAYOUTS_WITH_EXPERTS[layout][1]), training, keep_all, apart)
-            for name, layout in chosen
-        ]
-        results = run_ranks(gradients_on_each, ranks, arguments)
-        for (name, layout), found in zip(chosen, zip(*results)):
-            compare(found, layout, plain_gradients(name, apart))
 
 
 def compiled_gradients_on(*args):

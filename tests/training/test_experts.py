@@ -5,9 +5,9 @@ import math
 import pytest
 
 from tests.checkpoint.test_expert_layouts import resume_each
-from tests.support.expert_losses import MODELS, ONE, record_counts, run_tables
 from tests.support.full import FULL
 from tests.support.ranks import run_ranks
+from tests.support.small_runs import MODELS, record_counts, run_tables
 from tests.support.tiny import train_here, write_text
 
 MODEL, EXACT = "Qwen3-MoE", "mars-adamw, exact"
@@ -53,7 +53,7 @@ def counts_without_fourth(tables, reason):
 @pytest.mark.parametrize("reason", ["spike", "nan"])
 def test_a_step_that_is_left_out_leaves_the_counts_as_they_were(tmp_path, reason):
     write_text(tmp_path)
-    tables = run_tables(tmp_path, MODEL, EXACT, ONE)
+    tables = run_tables(tmp_path, MODEL, EXACT, "1 rank")
     tables["training"]["steps"], tables["checkpoint"] = 6, {"interval": 2}
     [counts] = run_ranks(counts_without_fourth, 1, tables, reason)
 
