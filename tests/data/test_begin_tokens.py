@@ -1,22 +1,18 @@
 """Documents that begin with a token: which one it is, where it stands, and one border each."""
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 import tiktoken
 
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config
-from tests.support.token_files import FORMATS
 from tests.support.tokenizers import KINDS, llama_2, write_tokenizer
 from torchmars.core.errors import UserError
-from torchmars.data import packed
+from torchmars.data import packing
 from torchmars.data.corpus import Sizes
-from torchmars.data.manifest import FORMAT, read_manifest
+from torchmars.data.manifest import read_manifest
 from torchmars.data.mixture import Mixture, MixturePart
-from torchmars.data.packed import PackedWindows, pack_shards
-from torchmars.data.packing import best_fit_windows
+from torchmars.data.packing import PackedWindows, best_fit_windows, pack_shards
 from torchmars.data.prepare import prepare_shards, prepare_task
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models.documents import begins
@@ -114,11 +110,11 @@ def test_bits_per_byte_count_the_text_alone(begin_token, tmp_path):
     manifest = prepare_shards(config_of(tmp_path, "bytes", begin_token))
     tail = manifest.splits["validation"].tokens - 1
     whole = len(("Größe abc" * 400).encode())
-    assert sum(manifest.text_bytes.values()) == whole
-    assert abs(manifest.text_bytes["validation"] - tail) <= 1  # its share
+    assert sum(split.text_bytes for split in manifest.splits.values()) == whole
+    assert abs(manifest.splits["validation"].text_bytes - tail) <= 1  # its share
     assert manifest.splits["train"].tokens == whole - tail + (begin_token != "none")
     mixture = Mixture([MixturePart("one", tmp_path, 1.0, manifest)])
-    per_token = manifest.splits["train"].tokens / manifest.text_bytes["train"]
+    per_token = manifest.splits["train"].tokens / manifest.splits["train"].text_bytes
     found = mixture.bits_per_byte("train", 1.0, [1.0])
     assert found == pytest.approx(per_token / np.log(2), rel=1e-12)
 
@@ -130,7 +126,7 @@ def test_a_corpus_of_borders_alone_has_no_text(tmp_path):
         prepare_shards(config_of(tmp_path, tmp_path, "the"))
 
 
-def test_shards_of_another_begin_token_are_a_mistake_and_older_ones_have_none(tmp_path):
+def test_shards_of_another_begin_token_are_a_mistake(tmp_path):
     write_tokenizer(tmp_path)
     write_texts(tmp_path)
     begun = config_of(tmp_path, tmp_path, "auto")
@@ -141,10 +137,6 @@ def test_shards_of_another_begin_token_are_a_mistake_and_older_ones_have_none(tm
         prepare_shards(config_of(tmp_path, tmp_path, "none"))
     plain = config_of(tmp_path, tmp_path, "none", path=str(tmp_path / "plain"))
     prepare_shards(plain)
-    entries = asdict(read_manifest(tmp_path / "plain"))
-    assert entries.pop("begin_token") is None
-    (tmp_path / "plain" / "manifest.json").write_text(FORMAT.text(entries))
-    assert prepare_shards(plain) == read_manifest(tmp_path / "plain")
     with pytest.raises(UserError, match="data.begin_token = null, now it is 1"):
         prepare_shards(config_of(tmp_path, tmp_path, "auto", path=str(tmp_path / "plain")))
 
@@ -173,14 +165,14 @@ def test_a_border_is_an_end_and_the_begin_token_after_it():
     assert (begins(tokens, 5) == (tokens == 5)).all()
 
 
-@pytest.mark.parametrize("begin_token", ["<s>", "The"])  # one that texts have too
+@pytest.mark.parametrize("begin_token", ["<s>", "▁The"])  # one that texts have too
 @pytest.mark.parametrize("chunk", [2**24, 7])
 def test_packed_documents_begin_with_it(begin_token, chunk, tmp_path, monkeypatch):
     theirs = write_tokenizer(tmp_path)
     write_texts(tmp_path)
     config = config_of(tmp_path, tmp_path, begin_token, validation_fraction=0.3)
     manifest = prepare_task(config, 0, 1, Sizes(shard_tokens=500))
-    monkeypatch.setattr(packed, "CHUNK", chunk)
+    monkeypatch.setattr(packing, "CHUNK", chunk)
     pack_shards(tmp_path / "shards", manifest, 48)
     split, begin = manifest.splits["train"], manifest.begin_token
     windows = PackedWindows(tmp_path / "shards", split, manifest.dtype, 48)
@@ -206,22 +198,3 @@ def test_packed_documents_begin_with_it(begin_token, chunk, tmp_path, monkeypatc
             assert tuple(inputs[first:end].tolist()) in alone
             whole += 1
     assert whole > 10
-
-
-@pytest.mark.parametrize("kind", ["nanogpt", "llmc", "megatron"])
-def test_tokens_of_other_programs_are_said_to_begin_with_it(kind, tmp_path):
-    write, source, _ = FORMATS[kind]
-    texts = [np.array([97, *range(110, 120 + n), 256]) for n in range(9)]
-    name = "x_train_text_document.bin" if kind == "megatron" else "x_train_0.bin"
-    for folder, written in (("good", texts), ("bad", [*texts, np.array([98, 256])])):
-        (tmp_path / folder).mkdir()
-        write(tmp_path / folder / name, written)
-    data = {"files": [], "source": source.format(tmp_path / "good")}
-    manifest = prepare_shards(config_of(tmp_path, "bytes", "a", **data))
-    assert manifest.begin_token == 97 and manifest.splits["train"].documents > 7
-    data = {"files": [], "source": source.format(tmp_path / "bad"), "path": str(tmp_path / "new")}
-    with pytest.raises(
-        UserError, match=f"{name} has documents that do not begin with token 97, as"
-    ):
-        prepare_shards(config_of(tmp_path, "bytes", "a", **data))
-    assert prepare_shards(config_of(tmp_path, "bytes", "none", **data)).begin_token is None

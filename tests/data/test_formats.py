@@ -11,8 +11,7 @@ from tests.support.tiny import tiny_config, write_text
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.core.formats import OtherVersion
-from torchmars.data.manifest import FORMAT, read_manifest, write_manifest
-from torchmars.data.shards import check_shards
+from torchmars.data.manifest import FORMAT, check_shards, read_manifest
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import Windows
 from torchmars.training.preparation import prepare_data
@@ -49,7 +48,9 @@ def test_tokens_of_a_large_vocabulary_have_32_bits(tmp_path):
         assert windows[number].tolist() == expected[16 * number : 16 * number + 17]
     file = folder / split.shards[1].file
     file.write_bytes(file.read_bytes()[:-2])
-    with pytest.raises(UserError, match="train-00000-001.bin has 198 bytes, its manifest says 200"):
+    with pytest.raises(
+        UserError, match="train-00000-001.bin has 198 bytes, its manifest says at least 200"
+    ):
         check_shards(manifest, folder)
 
 
@@ -96,15 +97,7 @@ def test_a_manifest_of_this_version_that_was_altered_is_named(tmp_path):
     prepare_data(config)
     file = tmp_path / "shards" / "manifest.json"
     whole = file.read_text()
-    for old, new in (("bytes", "bites"), ("shards-6", "shards-1"), ('"dtype"', '"dtypes"')):
+    for old, new in (("bytes", "bites"), ("shards-7", "shards-1"), ('"dtype"', '"dtypes"')):
         file.write_text(whole.replace(old, new))
         with pytest.raises(UserError, match="altered: it does not match its own checksum"):
             prepare_data(config)
-
-
-def test_a_token_id_that_does_not_fit_is_refused(tmp_path):
-    manifest = write_shards(DataConfig(), ByteTokenizer(), iter(DOCUMENTS), tmp_path / "shards")
-    manifest.splits["train"].max_token = 65536
-    write_manifest(tmp_path / "shards", manifest)
-    with pytest.raises(UserError, match="a token id does not fit uint16"):
-        read_manifest(tmp_path / "shards")

@@ -16,15 +16,7 @@ from hypothesis import strategies as st
 from tests.support.full import full_but
 from torchmars.config.source import parse_source
 from torchmars.data.corpus import Input, Sizes
-from torchmars.data.documents import (
-    Damage,
-    Encoder,
-    TextPart,
-    decode,
-    documents_in,
-    lines_of,
-    place_in_file,
-)
+from torchmars.data.documents import Damage, Encoder, TextPart, decode
 from torchmars.data.reading import corpus_pieces, read_piece, text_ranges
 
 LONGEST = 60
@@ -67,14 +59,8 @@ def blocks_of(piece, kind, block=2**21, document=LONGEST):
 
 def found_in(piece, kind, block=2**21):
     """The records of a piece; one that is damaged is None."""
-    found = []
-    for part in (part for each in blocks_of(piece, kind, block) for part in each):
-        records = enumerate(part.content)
-        if isinstance(part.content, bytes):
-            records = (
-                lines_of(part.content) if kind == "jsonl" else documents_in(part.content, LONGEST)
-            )
-        found += [None if isinstance(each, Damage) else each for _, each in records]
+    parts = [part for each in blocks_of(piece, kind, block) for part in each]
+    found = [None if isinstance(each, Damage) else each for p in parts for _, each in p.records]
     if kind == "jsonl":
         found = [None if each and len(each) > LONGEST else each for each in found]
     return [each for each in found if each is None or each.strip()]
@@ -115,7 +101,7 @@ def test_files_of_several_streams_and_files_cut_short(tmp_path, pack):
     file.write_bytes(b"".join(packed)[: -len(packed[1]) // 2])
     found = found_in([Input(str(file), 1)], "jsonl")
     assert 500 <= len(found) < 1000 and found == [*expected[: len(found) - 1], None]
-    file.write_bytes(packed[0] + b"junk" * 100)
+    file.write_bytes(packed[0] + b"junk" * 10_000)
     assert found_in([Input(str(file), 1)], "jsonl")[500:] == [None]
 
 
@@ -152,8 +138,8 @@ def test_a_packed_file_is_unpacked_though_nothing_comes_of_its_first_bytes(tmp_p
     [
         (gzip.compress(gzip.compress(gzip.compress(gzip.compress(b"a")))), "more than 3 times"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "git lfs pull"),
-        (gzip.compress(b"a" * 100)[:-9], "cut short"),
-        (gzip.compress(b"a" * 100)[:-8] + bytes(8), "cannot be decompressed"),
+        (gzip.compress(b"a" * 50)[:-9], "ended before the end-of-stream marker"),
+        (gzip.compress(b"a" * 50)[:-8] + bytes(8), "CRC check failed"),
     ],
     ids=["packed four times", "a pointer of LFS", "cut short", "another checksum"],
 )
@@ -187,7 +173,7 @@ def test_a_bomb_takes_no_memory(tmp_path, pack):
     [[part]] = blocks_of([Input(str(file), file.stat().st_size)], "text", document=2**20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert "longer than" in str(part.content[0]) and peak < 2**24
+    assert "longer than" in str(part.records[0][1]) and peak < 2**24
 
 
 def encoder(kind="jsonl", **changes):
@@ -205,7 +191,8 @@ def encoder(kind="jsonl", **changes):
 @pytest.mark.parametrize("kind,line", [("jsonl", b'{"text": "a fox"}\n'), ("text", b"a fox\n")])
 def test_a_byte_order_mark_is_no_part_of_a_record(kind, line):
     marked, plain = (
-        encoder(kind).encode([TextPart("a", each)]) for each in (b"\xef\xbb\xbf" + line, line)
+        encoder(kind).encode([TextPart("a", "line", 0, [(1, each)])])
+        for each in (b"\xef\xbb\xbf" + line, line)
     )
     assert not marked.damaged and marked.text == plain.text
     for split, tokens in plain.tokens.items():
@@ -228,18 +215,12 @@ def test_a_byte_order_mark_is_no_part_of_a_record(kind, line):
     ],
 )
 def test_damaged_records_are_named(record, message):
-    part = TextPart("a.jsonl", b'{"text": "good"}\n\n' + record + b'\n{"text": "good"}\n', 10)
-    done = encoder().encode([part])
+    lines = [(11, b'{"text": "good"}'), (13, record), (14, b'{"text": "good"}')]
+    done = encoder().encode([TextPart("a.jsonl", "line", 0, lines)])
     assert sum(done.documents.values()) == 2
     [damaged] = done.damaged
     assert damaged.file == "a.jsonl" and damaged.place == "line 13" and not damaged.rest
     assert re.search(message, damaged.reason)
-
-
-def test_places_are_as_a_person_counts():
-    assert place_in_file(TextPart("a", b"x\ny\n", 0), 2) == "line 2"
-    assert place_in_file(TextPart("a", b"x\ny\n", 100, "byte"), 2) == "byte 102"
-    assert place_in_file(TextPart("a", ["x", "y"], 5, "row"), 1) == "row 7"
 
 
 def test_copies_of_a_document_are_in_one_split():
@@ -251,8 +232,7 @@ def test_copies_of_a_document_are_in_one_split():
 
 
 def test_line_ends_of_other_systems():
-    [(_, raw)] = encoder("text").records(TextPart("a.txt", b"one\r\ntwo\rthree"))
-    assert encoder("text").read(raw) == "one\ntwo\nthree"
+    assert encoder("text").read(b"one\r\ntwo\rthree") == "one\ntwo\nthree"
     assert decode("é".encode()) == "é"
 
 

@@ -25,9 +25,9 @@ def test_the_manifest_knows_the_bytes_of_each_split(tmp_path):
     (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(TEXTS))
     prepare_data(tiny_config(tmp_path))
     manifest = read_manifest(tmp_path / "shards")
-    assert sum(manifest.text_bytes.values()) > 900
-    for name, split in manifest.splits.items():
-        assert manifest.text_bytes[name] == split.tokens - split.documents
+    assert sum(split.text_bytes for split in manifest.splits.values()) > 900
+    for split in manifest.splits.values():
+        assert split.text_bytes == split.tokens - split.documents
 
 
 def test_the_end_of_a_single_document_has_its_share_of_the_bytes(tmp_path):
@@ -35,9 +35,9 @@ def test_the_end_of_a_single_document_has_its_share_of_the_bytes(tmp_path):
     (tmp_path / "text.txt").write_text(text)
     prepare_data(tiny_config(tmp_path))
     manifest = read_manifest(tmp_path / "shards")
-    assert sum(manifest.text_bytes.values()) == len(text.encode())
-    for name, split in manifest.splits.items():
-        assert abs(manifest.text_bytes[name] - split.tokens) <= 1
+    assert sum(split.text_bytes for split in manifest.splits.values()) == len(text.encode())
+    for split in manifest.splits.values():
+        assert abs(split.text_bytes - split.tokens) <= 1
 
 
 TEXT = "The  Größe of a foxes’ 日本 cat\n"
@@ -71,9 +71,9 @@ def test_tokens_of_gpt2_have_their_own_bytes(tmp_path, monkeypatch):
     assert ends.tolist() == wanted and wanted[-1] == len(TEXT.encode())
 
 
-def part(name, weight, **text_bytes):
-    split = {"train": Split(tokens=1000), "validation": Split(tokens=100)}
-    manifest = DataManifest("bytes", 257, "", [], split, "uint16", 0.01, None, text_bytes, 256)
+def part(name, weight, train=0, validation=0):
+    split = {"train": Split(1000, text_bytes=train), "validation": Split(100, 0, validation)}
+    manifest = DataManifest({}, "bytes", None, 257, 256, None, "uint16", split)
     return MixturePart(name, None, weight, manifest)
 
 
@@ -94,7 +94,7 @@ def test_a_run_reports_bits_per_byte(tmp_path):
     manifest = read_manifest(tmp_path / "shards")
     for split, kind in (("train", "train"), ("validation", "validation")):
         losses, bits = metrics(tables, f"{kind}/loss"), metrics(tables, f"{kind}/bits_per_byte")
-        ratio = manifest.splits[split].tokens / manifest.text_bytes[split]
+        ratio = manifest.splits[split].tokens / manifest.splits[split].text_bytes
         assert bits == {
             step: pytest.approx(loss / math.log(2) * ratio) for step, loss in losses.items()
         }

@@ -17,7 +17,7 @@ from torchmars.begin import install_command
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
 from torchmars.data.documents import Encoder, TextPart
-from torchmars.data.prepare import begin_plan
+from torchmars.data.prepare import prepare_task
 from torchmars.data.tokenizer import (
     ByteTokenizer,
     TiktokenTokenizer,
@@ -129,11 +129,15 @@ def test_what_is_begun_goes_on_with_the_same_file_under_another_path_alone(tmp_p
     files = [tokenizer_file(tmp_path / name) for name in ("one", "two")]
     files.append(tokenizer_file(tmp_path / "three", letter_id=lambda letter: ord(letter) ^ 1))
 
-    def begin(file):
-        config = tiny_config(tmp_path, data={"tokenizer": str(file)}).data
-        return begin_plan(config, tmp_path / "shards", tmp_path / "shards.partial", Sizes())
+    (tmp_path / "more.txt").write_text("a fox")
 
-    assert begin(files[0]) == begin(files[1])
+    def begin(file):
+        files = [str(tmp_path / name) for name in ("text.txt", "more.txt")]
+        config = tiny_config(tmp_path, data={"tokenizer": str(file), "files": files}).data
+        assert prepare_task(config, 1, 2, Sizes(piece=10)) is None
+
+    begin(files[0])
+    begin(files[1])
     with pytest.raises(UserError, match='begun with data.tokenizer = "a file of SHA-256 .*, now'):
         begin(files[2])
 
@@ -227,7 +231,7 @@ def encoded(name, texts, damaged=0):
     """The tokens of documents, in which so many are damaged, as a preparation makes them."""
     dtype = smallest_dtype(load_tokenizer(name).vocab_size)
     encoder = Encoder("parquet", "text", name, 1e-12, dtype, Sizes().document)
-    done = encoder.encode([TextPart("a.parquet", texts, 0, "row")])
+    done = encoder.encode([TextPart("a.parquet", "row", 0, [*enumerate(texts, 1)])])
     assert len(done.damaged) == damaged and not len(done.tokens["validation"])
     return done.tokens["train"].tolist(), [each.reason for each in done.damaged]
 

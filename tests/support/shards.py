@@ -30,11 +30,10 @@ def write_shards(
         tokens = np.append(*tokenizer.encode_batch([text]), tokenizer.end_of_text).astype(dtype)
         split = SPLITS[number % 3 == 1]
         arrays = {name: tokens[: len(tokens) * (name == split)] for name in SPLITS}
-        encoded = Encoded(
-            arrays, {name: int(name == split) for name in SPLITS}, [], dict.fromkeys(SPLITS, 0)
-        )
+        documents = {name: int(name == split) for name in SPLITS}
+        encoded = Encoded(arrays, documents, dict.fromkeys(SPLITS, 0), [])
         writer.add(encoded)
     writer.close()
-    manifest = make_manifest(config, tokenizer, writer.part.splits, dtype)
+    manifest = make_manifest(config, tokenizer, dtype, writer.part.splits)
     write_manifest(folder, manifest)
     return manifest

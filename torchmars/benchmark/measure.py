@@ -108,9 +108,9 @@ def write_random_shards(data: ResolvedData, tokens: int, folder: Path) -> Resolv
     for name in ("train", "validation"):
         file = f"{name}-00000-000.bin"
         (folder / file).write_bytes(content)
-        splits[name] = Split(drawn.size, documents, largest, [Shard(file, drawn.size, digest)])
+        splits[name] = Split(drawn.size, documents, 0, largest, [Shard(file, drawn.size, digest)])
     random = replace(data, source="stdlib", files=[], mixture=[], path=str(folder), verify="size")
-    write_manifest(folder, make_manifest(random, tokenizer, splits, dtype))
+    write_manifest(folder, make_manifest(random, tokenizer, dtype, splits))
     return random
 
 

@@ -6,10 +6,7 @@ comparison/slurm.py submits trials.
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated
 
-from torchmars.core.bounds import Range
 from torchmars.core.typed import whole_number
 
 # The variables of a job, instead of one of run_train.sh's that is not set.
@@ -24,39 +21,21 @@ def in_batch_job(variables: Mapping[str, str]) -> bool:
     return bool(variables.get(JOB)) and variables.get("ENVIRONMENT") == "BATCH"
 
 
-@dataclass
-class TaskArray:
-    """The numbers of the tasks of an array, of which each is `step` more than the one before."""
+def task_of_array(variables: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return which task of an array this is, from 0, and how many there are; None for others.
 
-    first: Annotated[int, Range(0, 2**31)]
-    step: Annotated[int, Range(1, 2**31)]
-    count: Annotated[int, Range(1, 2**31)]
-
-    def place(self, number: int) -> int | None:
-        """Return which of the tasks, from 0, has a number; None if none has."""
-        place, rest = divmod(number - self.first, self.step)
-        return place if 0 <= place < self.count and not rest else None
-
-    @property
-    def last(self) -> int:
-        """The highest number."""
-        return self.first + (self.count - 1) * self.step
-
-
-def task_of_array(variables: Mapping[str, str]) -> tuple[int, TaskArray | None] | None:
-    """Return the number of this task of an array, and the array; None for another process.
-
-    The array is None if its numbers do not follow each other: SLURM tells only the lowest, the
-    highest, and how many there are.
+    Each does all that is left if their numbers do not follow each other, as where some are
+    submitted again: SLURM tells only the lowest, the highest, and how many there are.
     """
     count = number_of(variables, "SLURM_ARRAY_TASK_COUNT", 0)
     if count < 1:
         return None
     first = number_of(variables, "SLURM_ARRAY_TASK_MIN", 0)
     step = max(1, number_of(variables, "SLURM_ARRAY_TASK_STEP", 1))
-    array = TaskArray(first, step, count)
-    whole = number_of(variables, "SLURM_ARRAY_TASK_MAX", array.last) == array.last
-    return number_of(variables, "SLURM_ARRAY_TASK_ID", 0), array if whole else None
+    last = first + (count - 1) * step
+    if number_of(variables, "SLURM_ARRAY_TASK_MAX", last) != last:
+        return 0, 1
+    return (number_of(variables, "SLURM_ARRAY_TASK_ID", first) - first) // step, count
 
 
 def task_of_step(variables: Mapping[str, str]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torchmars.core.errors import (
 )
 from torchmars.core.help import Positional
 from torchmars.core.options import check_results_file, parse, words, write_results
-from torchmars.data.progress_bar import ProgressBar
+from torchmars.data.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from torchmars.parallel.layout import Layout
@@ -95,13 +95,13 @@ def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     scorer = scoring.Scorer(*model, options.batch_size)
     found: dict[str, dict[str, dict[str, float]]] = {"tasks": {}, "texts": {}}
     if tasks is not None:
-        with ProgressBar("tasks", tasks.requests, 0, "text", layout.first) as bar:
-            found["tasks"] = tasks.ask(scorer, bar.add)
+        with progress_bar("tasks", tasks.requests, "text", layout.first) as bar:
+            found["tasks"] = tasks.ask(scorer, bar.update)
     if text := options.text:
         every = layout.on_all(lambda: scoring.windows_of_files(text, scorer))
         windows = every[: options.limit]
-        with ProgressBar(text, len(windows), 0, "window", layout.first) as bar:
-            found["texts"][text] = scoring.measure_text(scorer, windows, bar.add)
+        with progress_bar(text, len(windows), "window", layout.first) as bar:
+            found["texts"][text] = scoring.measure_text(scorer, windows, bar.update)
     for each in found.values():
         layout.say(*(scoring.measures_in_words(*measured) for measured in each.items()))
     if (file := options.json) is not None:

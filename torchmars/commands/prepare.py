@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Annotated
 
 from torchmars.cluster import scheduler
-from torchmars.cluster.scheduler import TaskArray
 from torchmars.config import DataConfig, ResolvedData
 from torchmars.config.load import load_command, require_config
 from torchmars.core.bounds import Range
@@ -74,8 +73,8 @@ def long_form(arg: str) -> str:
     return f"--data.{arg.removeprefix('--')}" if short else arg
 
 
-def task_of(options: Prepare, variables: Mapping[str, str]) -> tuple[int, int | TaskArray | None]:
-    """Return the number of this task, and how many there are or which array they are.
+def task_of(options: Prepare, variables: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of this task, and how many there are.
 
     SLURM's `variables` say so where the options do not. Raises `UserError`.
     """
@@ -92,15 +91,14 @@ def task_of(options: Prepare, variables: Mapping[str, str]) -> tuple[int, int | 
     return task, tasks
 
 
-def prepare_corpus(config: ResolvedData, task: int, tasks: int | TaskArray | None) -> bool:
+def prepare_corpus(config: ResolvedData, task: int, tasks: int) -> bool:
     """Do this task's part of a corpus, and print a summary.
 
     Returns whether the shards are complete. Raises `UserError`.
     """
     manifest = prepare_task(config, task, tasks)
     if manifest is None:
-        which = f"{task} of {tasks}" if isinstance(tasks, int) else f"{task} of the array"
-        say(f"task {which} is done: the one that ends last completes {config.path}")
+        say(f"task {task} of {tasks} is done: the one that ends last completes {config.path}")
         return False
     for name, split in manifest.splits.items():
         say(

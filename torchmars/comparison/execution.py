@@ -12,7 +12,7 @@ from torchmars.comparison.study import Study, Trial, TrialPlan
 from torchmars.comparison.trials import delete_checkpoints, end_trial, forget_failure, read_trial
 from torchmars.core.console import say
 from torchmars.core.words import counted
-from torchmars.data.progress_bar import ProgressBar
+from torchmars.data.progress_bar import progress_bar
 from torchmars.records.lines import METRICS_FILE, last_step
 
 POLL_SECONDS = 0.2
@@ -80,7 +80,8 @@ def run_trials(
     """
     plans = results.plans()
     with StopSignals() as signals:
-        with TrialsProgress(study, results, plans) as progress:
+        progress = TrialsProgress(study, results, plans)
+        with progress.bar:
             while (left := pending(plans, results)) and signals.received is None:
                 runner.start(left)
                 time.sleep(POLL_SECONDS)
@@ -106,7 +107,7 @@ def pending(plans: list[TrialPlan], results: Results) -> list[Trial]:
     return sorted(left, key=lambda trial: trial.config.run.seed)
 
 
-class TrialsProgress(ProgressBar):
+class TrialsProgress:
     """A bar over the steps of all trials, with the time that is left."""
 
     def __init__(
@@ -116,7 +117,7 @@ class TrialsProgress(ProgressBar):
         self.looked = 0.0
         self.steps: dict[str, int] = {}  # that a trial has made, by its name
         done = self.look(plans, [])
-        super().__init__("trials", self.total(plans), done, " steps")
+        self.bar = progress_bar("trials", self.total(plans), " steps", done=done)
 
     def look(self, plans: list[TrialPlan], running: Collection[str]) -> int:
         """Return the steps that the trials have made. Of one that has begun, its files tell."""
@@ -146,7 +147,7 @@ class TrialsProgress(ProgressBar):
             done = self.look(plans, running)
             self.bar.total = self.total(plans)
             self.bar.set_postfix_str(f"{len(running)} running", refresh=False)
-            self.add(done - self.bar.n)
+            self.bar.update(done - self.bar.n)
             self.looked = time.monotonic()
 
     def tell(self, results: list[TrialResult], plans: list[TrialPlan]) -> None:

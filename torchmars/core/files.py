@@ -15,6 +15,7 @@ from torchmars.core.errors import UserError
 
 PARTIAL = ".partial"  # ends the name of an incomplete file or folder
 DEEPEST = 200  # folders within each other; Python makes them by as many calls within each other
+LFS = b"version https://git-lfs"  # begins what Git leaves instead of a large file
 LARGEST = 2**30  # bytes of a text file that is read whole
 
 

@@ -85,29 +85,35 @@ def matching_files(
     `UserError`, which names the `option`, for none.
     """
     path = place(os.path.expanduser(pattern), option, pattern=True)
-    fixed = fixed_part(path)
+    there = not glob.has_magic(str(path)) or isinstance(path, Path) and os.path.lexists(path)
+    wild = (number for number, part in enumerate(path.parts) if glob.has_magic(part) and not there)
+    begin = next(wild, len(path.parts))
+    fixed, ends = type(path)(*path.parts[:begin]), KINDS[kind].suffixes
+
+    def is_hidden(file: PurePath) -> bool:
+        return any(part.startswith(HIDDEN) for part in file.parts[begin:])
+
     with say_if_long(f"{option}: looking for {pattern!r} in all folders below {fixed}"):
         found = sorted(below(path, fixed))
-    asked = path.parts[len(fixed.parts) :]
-    if not any(part.startswith(HIDDEN) for part in asked):
-        found = [file for file in found if not is_hidden(file, fixed)]
-    is_folder = not asked and found != [path]
+    if not is_hidden(path):
+        found = [file for file in found if not is_hidden(file)]
     others: list[PurePath] = []
-    if is_folder:
-        ends = suffixes_of(kind)
-        others = [file for file in found if not file.name.endswith(ends)]
-        found = [file for file in found if file.name.endswith(ends)]
-    if not found:
-        remedy = "correct the path"
-        if is_folder and others:
-            remedy = (
-                f"a folder gives its {', '.join(KINDS[kind].suffixes)} files, {in_words(others)}"
-            )
-        elif isinstance(path, Path) and not path.is_absolute() and not path.is_dir():
-            remedy = f"paths count from the folder that you start in, {os.getcwd()}"
-        raise UserError(f"{option}: {pattern!r} names no {kind} file: {remedy}")
+    if path == fixed and found != [path]:  # a folder
+        packed = [end + more for end in ends for more in COMPRESSED if KINDS[kind].plain]
+        others = [file for file in found if not file.name.endswith((*ends, *packed))]
+        found = [file for file in found if file not in set(others)]
+    left = ""
     if others:
-        say(f"{option}: {pattern} has other files too, {in_words(others)}")
+        end = "".join(others[0].suffixes[-2:]) or others[0].name
+        left = (
+            f"{pattern} has {counted(len(others), 'file')} of other ends than {', '.join(ends)} "
+            f"(the first: {others[0]}): a glob such as **/*{end} reads them"
+        )
+    if not found:
+        here = f"paths count from the folder that you start in, {os.getcwd()}"
+        raise UserError(f"{option}: {pattern!r} names no {kind} file: {left or here}")
+    if left:
+        say(f"{option}: {left}")
     return found
 
 
@@ -117,18 +123,11 @@ def open_place(name: str) -> BinaryIO:
     return path.open("rb") if isinstance(path, Path) else storage_of(path).open(path)
 
 
-def fixed_part(path: PurePath) -> PurePath:
-    """Return the part of a path before its first wildcard: all of it where it exists as it is."""
-    if not glob.has_magic(str(path)) or isinstance(path, Path) and os.path.lexists(path):
-        return path
-    number = next(number for number, part in enumerate(path.parts) if glob.has_magic(part))
-    return type(path)(*path.parts[:number])
-
-
 def below(path: PurePath, fixed: PurePath) -> list[PurePath]:
-    """Return the files that a path, a folder or a glob names, called as `fixed` is.
+    """Return the files that a path, a folder or a glob names, called as its `fixed` part is.
 
-    A link to a file is one. A link to a folder is followed only in the fixed part.
+    A link to a file is one. A link to a folder is followed only in the fixed part, where magic is
+    none.
     """
     if not isinstance(path, Path):
         return find_objects(str(path))
@@ -136,35 +135,12 @@ def below(path: PurePath, fixed: PurePath) -> list[PurePath]:
     if not os.path.lexists(start):
         return []
     try:
-        rest = os.path.join(start, *path.parts[len(fixed.parts) :])
-        # Magic in the fixed part is none.
-        escaped = glob.escape(start) + rest[len(start) :]
-        names = files.find(start) if path == fixed else files.glob(escaped)
+        pattern = os.path.join(glob.escape(start), *path.parts[len(fixed.parts) :])
+        names = files.find(start) if path == fixed else files.glob(pattern)
     except ValueError as error:
         raise UserError(f"{str(path)!r} is no glob: {error}") from None
     found = (fixed / os.path.relpath(name, start) if name != start else fixed for name in names)
     return [file for file in found if os.path.isfile(file) or not os.path.exists(file)]
-
-
-def is_hidden(file: PurePath, fixed: PurePath) -> bool:
-    """Return whether a name below the fixed part is hidden."""
-    return any(part.startswith(HIDDEN) for part in file.parts[len(fixed.parts) :])
-
-
-def suffixes_of(kind: str) -> tuple[str, ...]:
-    """Return how the names of the files end that a folder gives."""
-    plain = KINDS[kind].suffixes
-    packed = [suffix + more for suffix in plain for more in COMPRESSED if KINDS[kind].plain]
-    return (*plain, *packed)
-
-
-def in_words(others: list[PurePath]) -> str:
-    """Return how many files a folder has that are not read, the first, and how they are."""
-    first = others[0]
-    ends = "".join(first.suffixes[-2:]) or first.name
-    return (
-        f"{counted(len(others), 'file')} (the first: {first}): a glob such as **/*{ends} reads them"
-    )
 
 
 def _stdlib_files() -> list[Path]:

@@ -4,42 +4,48 @@ A process imports this file and a tokenizer, and nothing heavy.
 """
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import numpy as np
 
-from torchmars.data.tokenizer import TokenDtype, Tokenizer, Unencodable, load_tokenizer
+from torchmars.data.tokenizer import TokenDtype, Unencodable, load_tokenizer
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
 
 
+class Damage(Exception):
+    """Why a record cannot be read."""
+
+
+class LostFile(Damage):
+    """Why the rest of a file cannot be read."""
+
+
+loaded = lru_cache(maxsize=1)(load_tokenizer)  # for the blocks of a process, one after the other
+Record = bytes | str | Damage | None
+"""The bytes of a document or line, or the value of a row, or why there is none."""
+
+
 @dataclass
 class TextPart:
-    """Consecutive documents of one input, as they were read."""
+    """Consecutive records of one input, as they were read."""
 
     file: str
-    content: "bytes | list[Record]"
-    """Text, lines of JSON, or the values of rows. Where it cannot be read, why is its last one."""
-    first: int = 0
-    """Number of the first line or row, from 0, or the offset of the first byte."""
-    unit: str = "line"
-    """The unit of `first`: line, byte or row."""
+    unit: str
+    """The unit of their numbers: line or row."""
+    begin: int
+    """The byte of the file after which lines are counted."""
+    records: list[tuple[int, Record]]
+    """Each with the number where it begins. Where the file cannot be read, why is the last one."""
     read: int = 0
     """Bytes of the input that were read for it."""
-
-    @property
-    def size(self) -> int:
-        """Bytes or characters of its content, and one for each row."""
-        if isinstance(self.content, bytes):
-            return len(self.content)
-        sizes = (len(each) for each in self.content if isinstance(each, (bytes, str)))
-        return sum(sizes) + len(self.content)
 
 
 @dataclass
@@ -60,9 +66,9 @@ class Encoded:
     tokens: dict[str, np.ndarray]
     """Of each split, with the tokens that begin and end each document."""
     documents: dict[str, int]
-    damaged: list[Damaged]
     text: dict[str, int]
     """Bytes of the documents of each split, in UTF-8."""
+    damaged: list[Damaged]
 
 
 @dataclass
@@ -80,35 +86,32 @@ class Encoder:
     begin_token: str = "none"
     """As data.begin_token."""
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_name, self.begin_token)
-
     def encode(self, block: list[TextPart]) -> Encoded:
         """Return the tokens of a block. Raises `UserError` if the tokenizer cannot be had."""
-        begin = np.array(self.tokenizer.before, self.dtype)
-        end = np.array([self.tokenizer.end_of_text], self.dtype)
+        tokenizer = loaded(self.tokenizer_name, self.begin_token)
+        begin = np.array(tokenizer.before, self.dtype)
+        end = np.array([tokenizer.end_of_text], self.dtype)
         tokens = {split: [np.empty(0, self.dtype)] for split in ("train", "validation")}
-        done = Encoded({}, dict.fromkeys(tokens, 0), [], dict.fromkeys(tokens, 0))
+        done = Encoded({}, dict.fromkeys(tokens, 0), dict.fromkeys(tokens, 0), [])
         for part in block:
-            for at, raw in self.records(part):
+            for number, raw in part.records:
                 try:
                     text = self.read(raw)
                     content = text.strip().encode()
-                    [encoded] = self.tokenizer.encode_batch([text]) if content else [end]
-                except (Damage, Unencodable) as damage:
-                    reason = str(damage)
-                except UnicodeEncodeError:  # JSON can name one
-                    reason = "its text has half of a surrogate pair"
-                else:
                     if content:
+                        [encoded] = tokenizer.encode_batch([text])
                         split = self.split_of(content)
                         tokens[split] += [begin, encoded, end]
                         done.documents[split] += 1
                         done.text[split] += len(text.encode())
-                    continue
-                rest = isinstance(raw, LostFile)
-                done.damaged.append(Damaged(part.file, place_in_file(part, at), reason, rest))
+                except (Damage, Unencodable, UnicodeEncodeError) as error:
+                    # JSON can name half of a surrogate pair.
+                    of_text = not isinstance(error, UnicodeEncodeError)
+                    reason = str(error) if of_text else "its text has half of a surrogate pair"
+                    rest = isinstance(error, LostFile)
+                    after = f" after byte {part.begin}" if part.begin else ""
+                    place = f"{part.unit} {number}{after}"
+                    done.damaged.append(Damaged(part.file, place, reason, rest))
         for split, arrays in tokens.items():
             done.tokens[split] = np.concatenate(arrays, dtype=self.dtype, casting="same_kind")
         return done
@@ -119,41 +122,20 @@ class Encoder:
         share = int.from_bytes(digest, "little") / 2**64
         return "validation" if share < self.validation_fraction else "train"
 
-    def records(self, part: TextPart) -> Iterator[tuple[int, "Record"]]:
-        """Yield the records of a part as they were read, each with its offset, or its row."""
-        if isinstance(part.content, list):
-            yield from enumerate(part.content)
-        elif self.kind == "jsonl":
-            yield from lines_of(part.content)
-        else:
-            yield from documents_in(part.content, self.longest)
-
-    def read(self, record: "Record") -> str:
+    def read(self, record: Record) -> str:
         """Return the text of a record. Raises `Damage`."""
         if isinstance(record, Damage):
             raise record
-        if record is not None and len(record) > self.longest:
+        if record is None:
+            raise Damage(f"it has no text in its field {self.field!r}")
+        if len(record) > self.longest:
             raise Damage(f"it is longer than {self.longest:,} bytes")
         text = decode(record) if isinstance(record, bytes) else record
-        if self.kind == "jsonl" and text is not None:
-            text = field_of(text, self.field)
-        elif text is None:
-            raise Damage(f"it has no text in its field {self.field!r}")
+        if self.kind == "jsonl":
+            return field_of(text, self.field)
         if self.kind in ("stdlib", "text") and "\r" in text:
             return text.replace("\r\n", "\n").replace("\r", "\n")
         return text
-
-
-class Damage(Exception):
-    """Why a record cannot be read."""
-
-
-class LostFile(Damage):
-    """Why the rest of a file cannot be read."""
-
-
-Record = bytes | str | Damage | None
-"""The bytes of a document or line, or the value of a row, or why there is none."""
 
 
 def decode(content: bytes) -> str:
@@ -173,9 +155,7 @@ def field_of(line: str, name: str) -> str:
     """Return the text in a field of a line of JSON. Raises `Damage`."""
     try:
         entries = json.loads(line)
-    except RecursionError:
-        raise Damage("it is nested too deeply") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         wide = ": if it is UTF-16, convert it by iconv -f UTF-16 -t UTF-8" if "\0" in line else ""
         raise Damage(f"it is no JSON ({error}){wide}") from None
     entries = entries if isinstance(entries, dict) else {}
@@ -186,59 +166,56 @@ def field_of(line: str, name: str) -> str:
     raise Damage(f"it has no text in its field {name!r}{known}")
 
 
-def lines_of(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, each with its offset."""
-    begin = 0
-    for line in content.split(b"\n"):
-        if line.strip():
-            yield begin, line
-        begin += len(line) + 1
+Numbered = tuple[int, bytes | Damage]
+"""A line, some lines or a document, and the number of its first line."""
 
 
-def documents_in(content: bytes, longest: int) -> Iterator[tuple[int, bytes | Damage]]:
-    """Yield the documents of a text, each with its offset.
+def lines_of(blocks: Iterable[Numbered]) -> Iterator[Numbered]:
+    """Yield the lines that are not blank of blocks of whole lines."""
+    for number, block in blocks:
+        if isinstance(block, Damage):
+            yield number, block
+            continue
+        for at, line in enumerate(io.BytesIO(block), number):
+            if line.strip():
+                yield at, line.removesuffix(b"\n")
+
+
+def documents_of(blocks: Iterable[Numbered], longest: int) -> Iterator[Numbered]:
+    """Yield the documents of blocks of whole lines, which end at the lines of `SEPARATOR`.
 
     One of more than `longest` bytes is cut at line ends into several. A line beyond that is damage.
     """
-    begin = 0
-    for end, following in [*separators(content), (len(content), 0)]:
-        while end - begin > longest:
-            cut = content.rfind(b"\n", begin, begin + longest) + 1
-            if cut:
-                yield begin, content[begin:cut]
-            else:
-                yield begin, Damage(f"its line is longer than {longest:,} bytes")
-                cut = content.find(b"\n", begin, end) + 1 or end
-            begin = cut
-        yield begin, content[begin:end]
-        begin = following
+    document, begin = bytearray(), 0
+    for number, block in blocks:
+        lines: Iterable[bytes | Damage] = [block]
+        if isinstance(block, bytes):
+            whole = SEPARATOR not in block and len(document) + len(block) <= longest
+            lines = [block] if whole else io.BytesIO(block)
+        for line in lines:
+            text = line if isinstance(line, bytes) else b""
+            damage = too_long(longest) if len(text) > longest else None
+            damage = line if isinstance(line, Damage) else damage
+            ends = damage is not None or text.strip() == SEPARATOR
+            if document and (ends or len(document) + len(text) > longest):
+                yield begin, bytes(document)
+                document.clear()
+            begin = begin if document else number
+            if damage:
+                yield number, damage
+            document += b"" if ends else text
+            number += text.count(b"\n") or 1
+    if document:
+        yield begin, bytes(document)
 
 
-def separators(content: bytes) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each line that ends a document; the end is after its newline."""
-    at = content.find(SEPARATOR)
-    while at >= 0:
-        begin = content.rfind(b"\n", 0, at) + 1
-        end = content.find(b"\n", at) + 1 or len(content)
-        if content[begin:end].strip() == SEPARATOR:
-            yield begin, end
-        at = content.find(SEPARATOR, end)
+def too_long(longest: int) -> Damage:
+    """Return the damage of a line that is longer than a document may be."""
+    return Damage(f"its line is longer than {longest:,} bytes")
 
 
-def place_in_file(part: TextPart, at: int) -> str:
-    """Return where in its file a record is, as a person counts."""
-    if part.unit == "byte":
-        return f"byte {part.first + at}"
-    if isinstance(part.content, bytes):
-        at = part.content.count(b"\n", 0, at)
-    return f"{part.unit} {part.first + at + 1}"
-
-
-ENCODERS: list[Encoder] = []  # that of this process, if it is one that tokenises
-
-
-def begin_worker(encoder: Encoder) -> None:
-    """Make this process one that tokenises. It ends with the process that started it."""
+def follow_starter() -> None:
+    """End this process, one that tokenises, with the process that started it."""
 
     def follow() -> None:
         starter = multiprocessing.parent_process()
@@ -246,10 +223,4 @@ def begin_worker(encoder: Encoder) -> None:
             starter.join()
             os._exit(1)
 
-    ENCODERS[:] = [encoder]
     threading.Thread(target=follow, daemon=True).start()
-
-
-def encode_block(block: list[TextPart]) -> Encoded:
-    """Return the tokens of a block, in a process that tokenises."""
-    return ENCODERS[0].encode(block)

@@ -9,7 +9,6 @@ from typing import Any
 from torchmars.config.source import DataSource
 from torchmars.core.errors import UserError, needs_package
 
-COMMIT = re.compile("[0-9a-f]{40}")
 NAME = re.compile('(W/)?"?[0-9A-Za-z_-]+"?')  # also as an ETag, of which the package takes the name
 # In what `datasets` raises of a data set that comes as a program: from release 4 on, and before.
 NEEDS_SCRIPT = re.compile("scripts are no longer supported|trust_remote_code")
@@ -28,11 +27,9 @@ def load_dataset(source: DataSource) -> Any:
     name, _, revision = source.dataset.partition("@")
     if os.path.exists(source.dataset):
         name, revision = source.dataset, ""
-    options = {"revision": revision} if revision else {}
+    options: dict[str, Any] = {"revision": revision or None, "streaming": True}
     try:
-        data = datasets.load_dataset(
-            name, source.config or None, split=source.split, streaming=True, **options
-        )
+        data = datasets.load_dataset(name, source.config or None, split=source.split, **options)
     except UserError:
         raise
     except Exception as error:  # whatever its loader, its network or its files have raised
@@ -45,7 +42,7 @@ def load_dataset(source: DataSource) -> Any:
         raise UserError(
             f"data.source: cannot open the data set {source.dataset} ({in_a_line(error)}): {remedy}"
         ) from None
-    columns = getattr(data, "column_names", None)  # not known of all data sets
+    columns = data.column_names  # not known of all data sets
     if columns and source.field not in columns:
         raise UserError(
             f"data.source: the data set {source.dataset} has no field {source.field!r}: name one "
@@ -54,7 +51,7 @@ def load_dataset(source: DataSource) -> Any:
     return data
 
 
-def in_a_line(error: Exception) -> str:
+def in_a_line(error: BaseException) -> str:
     """Return the first line of another package's error."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
@@ -91,23 +88,20 @@ def check_hub_answer(request: Any, answer: Any, is_whole: bool) -> None:
 
     `is_whole` says whether its content has been read: that of a file on its way may be large.
     """
-    names: list[tuple[str, Any, re.Pattern[str]]] = []
+    headers, names = answer.headers, {}
     if request.method == "HEAD":
-        headers = answer.headers
-        names.append(("X-Repo-Commit", headers.get("X-Repo-Commit"), NAME))
+        names["X-Repo-Commit"] = headers.get("X-Repo-Commit")
         if answer.status_code < 400:  # an error has an ETag of its own text, with any characters
-            names.append(("ETag", headers.get("X-Linked-Etag") or headers.get("ETag"), NAME))
-    elif is_whole:
+            names["ETag"] = headers.get("X-Linked-Etag") or headers.get("ETag")
+    elif is_whole and "/api/" in request.url.path:  # a file of rows may have such columns
         with contextlib.suppress(ValueError):  # it is no JSON
             content = answer.json()
-            for each in content if isinstance(content, list) else [content]:
+            for number, each in enumerate(content if isinstance(content, list) else [content]):
                 entry = each if isinstance(each, dict) else {}
-                if "/api/" in request.url.path:  # not a file of rows that may have such a column
-                    names.append(("sha", entry.get("sha"), COMMIT))
-                lfs = entry.get("lfs")
-                names.append(("oid", lfs.get("oid") if isinstance(lfs, dict) else None, NAME))
-    for what, name, form in names:
-        if name is not None and not form.fullmatch(str(name)):
+                names[f"sha of {number}"] = entry.get("sha")
+                names[f"oid of {number}"] = (entry.get("lfs") or {}).get("oid")
+    for what, name in names.items():
+        if name is not None and not NAME.fullmatch(str(name)):
             raise UserError(
                 f"the hub {request.url.host} answers for {request.url.path} with the {what} "
                 f"{str(name)!r:.80}, which no hub has: set HF_ENDPOINT to one that you trust"

@@ -3,91 +3,93 @@
 A folder has `manifest.json` and, for each split, files such as `train-00000-000.bin` of
 little-endian tokens without a header, uint16 or uint32 as the manifest says. The numbers are those
 of a piece of the corpus, and of a shard of it. The manifest is written last, so a folder without
-one is unfinished. Where another program made
-the tokens (see foreign.py), the folder has the manifest alone, whose shards are parts of that
-program's files.
+one is unfinished. Where another program made the tokens (see foreign.py), the folder has the
+manifest alone, whose shards are parts of that program's files.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import numpy as np
 
 from torchmars.config import DataConfig
-from torchmars.core.bounds import Bounds, Name, Place, Range
 from torchmars.core.errors import UserError
-from torchmars.core.files import write_durably
+from torchmars.core.files import read_chunks, write_durably
 from torchmars.core.formats import Format
 from torchmars.data.tokenizer import TokenDtype, Tokenizer, VocabularySize, load_tokenizer
 
+Level = Literal["full", "size", "off"]
 NAME = "manifest.json"
 FORMAT = Format(
     "torchmars-shards",
-    6,
+    7,
     "use the version of torchmars that wrote it, or set data.path to a new folder",
 )
 SPLITS = ("train", "validation")
-TokenCount = Annotated[int, Range(0, 10**15)]
-
-
-@dataclass(frozen=True)
-class ShardFile(Bounds):
-    """Bounds of a shard's file: a name within its folder, or the absolute path of any file."""
-
-    def check(self, value: str) -> str:
-        """Return such a name. Raises `ValueError` for another text."""
-        return Place().check(value) if value.startswith("/") else Name("file").check(value)
+REMEDY = "restore it, or remove the folder {} to prepare it again"
 
 
 @dataclass
 class Shard:
-    """Tokens that lie in one file, which is all that file has unless its path is absolute."""
+    """Consecutive tokens of one file."""
 
-    file: Annotated[str, ShardFile()]
-    tokens: Annotated[int, Range(1, 10**15)]
-    sha256: str
-    """Of the bytes of these tokens."""
-    offset: Annotated[int, Range(0, 2**62)] = 0
+    file: str
+    """Its name in the folder, or the absolute path of another program's."""
+    tokens: int
+    sha256: str = ""
+    """Of the bytes of these tokens; empty until they are read."""
+    offset: int = 0
     """Bytes of the file before the first token."""
+
+    def part(self, begin: int, end: int, dtype: TokenDtype) -> "Shard":
+        """Return tokens [begin, end) of these."""
+        offset = self.offset + begin * numpy_dtype(dtype).itemsize
+        return Shard(self.file, end - begin, offset=offset)
 
 
 @dataclass
 class Split:
     """The shards of one split, in order, and their contents."""
 
-    tokens: TokenCount = 0
-    documents: TokenCount = 0
-    max_token: Annotated[int, Range(0, 2**32 - 1)] = 0
+    tokens: int = 0
+    documents: int = 0
+    text_bytes: int = 0
+    """Of its documents, in UTF-8; 0 for another program's tokens."""
+    max_token: int = 0
     shards: list[Shard] = field(default_factory=list)
+
+    def add(self, other: "Split") -> None:
+        """Append what follows."""
+        self.tokens += other.tokens
+        self.documents += other.documents
+        self.text_bytes += other.text_bytes
+        self.max_token = max(self.max_token, other.max_token)
+        self.shards += other.shards
 
 
 @dataclass
 class DataManifest:
     """The contents of a folder of shards, and its sources."""
 
+    made_from: dict[str, Any]
+    """What shards depend on, by name: `shard_settings`."""
     tokenizer: str
-    vocab_size: VocabularySize
-    source: str
-    files: list[str]
-    splits: dict[str, Split]
-    dtype: TokenDtype
-    """The dtype of the shards' tokens."""
-    validation_fraction: float
     tokenizer_sha256: str | None
     """Of the file that the tokenizer was read from; None for one that has a name."""
-    text_bytes: dict[str, Annotated[int, Range(0, 10**16)]]
-    """Of the documents of each split, in UTF-8; empty for another program's tokens."""
-    end_of_text: Annotated[int, Range(0, 2**32 - 1)]
+    vocab_size: VocabularySize
+    end_of_text: int
     """The token that ends a document."""
-    begin_token: Annotated[int, Range(0, 2**32 - 1)] | None = None
+    begin_token: int | None
     """The token that begins one, after that; None: no other one."""
-    validation_files: list[str] = field(default_factory=list)
-    """Of another program's tokens, as the config names them."""
+    dtype: TokenDtype
+    """The dtype of the shards' tokens."""
+    splits: dict[str, Split]
     corpus: list[str] = field(default_factory=list)
     """The files that were tokenised, in their order."""
 
@@ -103,31 +105,18 @@ def numpy_dtype(dtype: TokenDtype) -> np.dtype:
 
 
 def make_manifest(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    splits: dict[str, Split],
-    dtype: TokenDtype,
-    text_bytes: dict[str, int] | None = None,
-    corpus: Sequence[str] = (),
+    config: DataConfig, tokenizer: Tokenizer, dtype: TokenDtype, splits: dict[str, Split]
 ) -> DataManifest:
-    """Return the manifest of shards that were made for `config`, of the files of a `corpus`.
-
-    `text_bytes` are counted for each split, if at all.
-    """
+    """Return the manifest of shards that were made for `config`."""
     return DataManifest(
+        shard_settings(config, tokenizer),
         tokenizer.name,
-        tokenizer.vocab_size,
-        config.source,
-        config.files,
-        splits,
-        dtype,
-        config.validation_fraction,
         tokenizer.sha256,
-        text_bytes or {},
+        tokenizer.vocab_size,
         tokenizer.end_of_text,
         tokenizer.begin_token,
-        config.validation_files,
-        list(corpus),
+        dtype,
+        splits,
     )
 
 
@@ -148,50 +137,25 @@ def read_manifest(folder: Path) -> DataManifest:
     """
     path = folder / NAME
     try:
-        manifest = FORMAT.read(path, DataManifest)
-        check_splits(manifest)
-        return manifest
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}: prepare it with torchmars prepare"
-        ) from None
-    except ValueError as error:
+        return FORMAT.read(path, DataManifest)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{path} is no manifest of this version ({error}): "
             f"remove the folder {folder} and prepare it again"
         ) from None
 
 
-def check_splits(manifest: DataManifest) -> None:
-    """Raise `ValueError` if the manifest contradicts itself about its splits."""
-    if set(manifest.splits) != set(SPLITS):
-        raise ValueError("its splits are not train and validation")
-    if not manifest.splits["train"].shards:
-        raise ValueError("its training split is empty")
-    for split in manifest.splits.values():
-        if split.tokens != sum(shard.tokens for shard in split.shards):
-            raise ValueError("the tokens of a split are not those of its shards")
-        if split.max_token > np.iinfo(manifest.dtype).max:
-            raise ValueError(f"a token id does not fit {manifest.dtype}")
-
-
-def shard_settings(config: DataConfig) -> dict[str, Any]:
-    """Return what shards depend on, by name. Raises `UserError`."""
-    tokenizer = load_tokenizer(config.tokenizer, config.begin_token)
-    return compared(make_manifest(config, tokenizer, {}, "uint16"))
-
-
-def compared(manifest: DataManifest) -> dict[str, Any]:
-    """Return those fields of a manifest that a config decides on, by name."""
-    file = manifest.tokenizer_sha256  # whichever its path
+def shard_settings(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what shards depend on, by name."""
+    file = tokenizer.sha256  # whichever its path
     return {
-        "data.source": manifest.source,
-        "data.files": manifest.files,
-        "data.validation_files": manifest.validation_files,
-        "data.tokenizer": manifest.tokenizer if file is None else f"a file of SHA-256 {file}",
-        "the tokenizer's end of text": manifest.end_of_text,
-        "data.begin_token": manifest.begin_token,
-        "data.validation_fraction": manifest.validation_fraction,
+        "data.source": config.source,
+        "data.files": config.files,
+        "data.validation_files": config.validation_files,
+        "data.tokenizer": tokenizer.name if file is None else f"a file of SHA-256 {file}",
+        "the tokenizer's end of text": tokenizer.end_of_text,
+        "data.begin_token": tokenizer.begin_token,
+        "data.validation_fraction": config.validation_fraction,
     }
 
 
@@ -206,11 +170,109 @@ def first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 def check_manifest(manifest: DataManifest, config: DataConfig, folder: Path) -> None:
     """Raise `UserError` if `folder` was made from something else than the config asks for."""
-    found, wanted = compared(manifest), shard_settings(config)
+    wanted = shard_settings(config, load_tokenizer(config.tokenizer, config.begin_token))
     if not config.files:  # a run may name the folder alone
-        del found["data.files"], wanted["data.files"]
-    if differs := first_difference(found, wanted):
+        wanted["data.files"] = manifest.made_from["data.files"]
+    if differs := first_difference(manifest.made_from, wanted):
         raise UserError(
             f"{folder} was prepared with {differs}: set it back, set data.path to another folder, "
             "or remove this one to prepare it again"
         )
+
+
+def check_shards(
+    manifest: DataManifest, folder: Path, part: int = 0, parts: int = 1, level: Level = "full"
+) -> None:
+    """Raise `UserError` naming the first shard that is missing, truncated or altered.
+
+    The level "full" reads every byte, "size" none. `parts` ranks can share the work: each takes the
+    shards `part`, `part + parts`, ...
+    """
+    if level == "off":
+        return
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        for _ in pool.map(
+            lambda shard: check_shard(shard, manifest.dtype, folder, level), shards[part::parts]
+        ):
+            pass
+
+
+def check_shard(shard: Shard, dtype: TokenDtype, folder: Path, level: Level = "full") -> None:
+    """Raise `UserError` if a shard is missing, truncated, altered or cannot be read."""
+    path, wrong = folder / shard.file, ""
+    end = shard.offset + shard.tokens * numpy_dtype(dtype).itemsize
+    try:
+        if (size := path.stat().st_size) < end:
+            wrong = f"has {size} bytes, its manifest says at least {end}"
+        elif level == "full" and read_shard(shard, dtype, folder)[0] != shard:
+            wrong = "was altered (its SHA-256 is not the manifest's)"
+    except OSError as error:
+        wrong = f"cannot be read ({error.strerror})"
+    if wrong:
+        raise UserError(f"the shard {path} {wrong}: {REMEDY.format(folder)}")
+
+
+def read_shard(
+    shard: Shard, dtype: TokenDtype, folder: Path, token: int = -1
+) -> tuple[Shard, int, int]:
+    """Return a shard with its SHA-256, its largest token, and how often it has another token.
+
+    Raises `OSError`.
+    """
+    digest, largest, count, kind = hashlib.sha256(), 0, 0, numpy_dtype(dtype)
+    end = shard.offset + shard.tokens * kind.itemsize
+    for chunk in read_chunks(folder / shard.file, shard.offset, end):
+        digest.update(chunk)
+        tokens = np.frombuffer(chunk, kind, len(chunk) // kind.itemsize)
+        largest = max(largest, int(tokens.max(initial=0)))
+        count += int(np.count_nonzero(tokens == token))
+    return Shard(shard.file, shard.tokens, digest.hexdigest(), shard.offset), largest, count
+
+
+def cut_end(
+    shards: Sequence[Shard], fraction: float, dtype: TokenDtype
+) -> tuple[list[Shard], list[Shard]]:
+    """Return shards without their last tokens, a `fraction` and at least one, and these."""
+    total = sum(shard.tokens for shard in shards)
+    left = total - max(1, int(total * fraction))
+    first, last = [], []
+    for shard in shards:
+        at = min(left, shard.tokens)
+        left -= at
+        first.append(shard.part(0, at, dtype))
+        last.append(shard.part(at, shard.tokens, dtype))
+    return [each for each in first if each.tokens], [each for each in last if each.tokens]
+
+
+def read_split(
+    shards: Sequence[Shard],
+    dtype: TokenDtype,
+    folder: Path,
+    tokenizer: Tokenizer,
+    done: Callable[[int], object] = lambda tokens: None,
+) -> Split:
+    """Return the split that shards make, all of which are read; `done` is told of their tokens.
+
+    Raises `OSError`, and `UserError` for a token that the tokenizer does not have.
+    """
+    split = Split()
+    with ThreadPoolExecutor() as pool:  # hashing and counting release the interpreter lock
+        read = pool.map(lambda each: read_shard(each, dtype, folder, tokenizer.end_of_text), shards)
+        for shard, largest, documents in read:
+            if largest >= tokenizer.vocab_size:
+                raise UserError(
+                    f"{shard.file} has token id {largest}, beyond the {tokenizer.vocab_size} of "
+                    f'data.tokenizer = "{tokenizer.name}": set the one that they were made with'
+                )
+            split.add(Split(shard.tokens, documents, 0, largest, [shard]))
+            done(shard.tokens)
+    return split
+
+
+def count_windows(tokens: int, seq_len: int) -> int:
+    """Return how many windows `tokens` tokens give.
+
+    A window has `seq_len` inputs, each with the next token as its target.
+    """
+    return max(0, tokens - 1) // seq_len

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from torchmars.config.data import Packing
-from torchmars.data.manifest import DataManifest
+from torchmars.core.errors import UserError
+from torchmars.data.manifest import DataManifest, Level, check_shards
 from torchmars.data.order import Place
-from torchmars.data.packed import METHOD as PACKED
-from torchmars.data.packed import PackedWindows, pack_shards
-from torchmars.data.shards import Level, check_shards, check_size, check_vocabulary
+from torchmars.data.packing import METHOD as PACKED
+from torchmars.data.packing import PackedWindows, pack_shards
 from torchmars.data.shares import shares_from_start
 from torchmars.data.windows import Windows
+
+SplitName = Literal["train", "validation"]
 
 
 class MixedWindows:
@@ -78,9 +80,7 @@ class Mixture:
         """The name of each part in a report; nothing if there is only one."""
         return [part.name for part in self.parts] if len(self.parts) > 1 else []
 
-    def bits_per_byte(
-        self, split: Literal["train", "validation"], loss: float, shares: Sequence[float]
-    ) -> float:
+    def bits_per_byte(self, split: SplitName, loss: float, shares: Sequence[float]) -> float:
         """Return a loss, in nats per token, in bits per byte of text.
 
         It is over tokens of a split of each part, in these shares, which need not add up to 1.
@@ -90,8 +90,8 @@ class Mixture:
         size = 0.0
         for part, share in zip(self.parts, shares):
             if share:
-                known = part.manifest.text_bytes.get(split, 0) or math.nan
-                size += share * known / part.manifest.splits[split].tokens
+                found = part.manifest.splits[split]
+                size += share * (found.text_bytes or math.nan) / found.tokens
         return loss / math.log(2) * sum(shares) / size
 
     def fingerprint(self) -> str:
@@ -104,13 +104,28 @@ class Mixture:
     def check(self, rows: int, seq_len: int, global_batch_size: int) -> None:
         """Raise `UserError` for a part that a run cannot read.
 
-        That is one with tokens beyond a token table of `rows` rows, or with too few.
+        That is one with tokens beyond a token table of `rows` rows, or with too few windows: the
+        training split needs one for each sample that it gives to a global batch, validation one.
         """
         samples = shares_from_start(self.weights).counts(global_batch_size)
         for part, count in zip(self.parts, samples):
-            check_vocabulary(part.manifest, rows, part.folder)
-            packed = self.packing == PACKED
-            check_size(part.manifest, seq_len, max(count, 1), part.folder, packed)
+            splits, least = part.manifest.splits, max(count, 1)
+            largest = max(split.max_token for split in splits.values())
+            if largest >= rows:
+                raise UserError(
+                    f"{part.folder} has token id {largest}, beyond model.vocab_size = {rows}: set "
+                    f"model.vocab_size to at least {part.manifest.vocab_size}, or leave it out"
+                )
+            for name, needed, remedy in (
+                ("train", least, "lower training.global_batch_size"),
+                ("validation", 1, "prepare it again with a higher data.validation_fraction"),
+            ):
+                if len(self._windows(part, name, seq_len)) < needed:
+                    raise UserError(
+                        f"the {name} split of {part.folder} is too small: {splits[name].tokens:,} "
+                        f"tokens, and a step needs {needed} x {seq_len}: add text, lower "
+                        f"training.seq_len, or {remedy}"
+                    )
 
     def pack(self, seq_len: int, level: Level) -> None:
         """Pack the shards of all parts, if they are to be packed. Raises `UserError`.
@@ -129,12 +144,11 @@ class Mixture:
         for part in self.parts:
             check_shards(part.manifest, part.folder, rank, ranks, level)
 
-    def windows(self, split: Literal["train", "validation"], seq_len: int) -> MixedWindows:
+    def windows(self, split: SplitName, seq_len: int) -> MixedWindows:
         """Open the windows of a split of all parts."""
+        return MixedWindows([self._windows(part, split, seq_len) for part in self.parts])
+
+    def _windows(self, part: MixturePart, split: str, seq_len: int) -> Windows:
+        """Return the windows of a split of a part, of which nothing is read yet."""
         kind = PackedWindows if self.packing == PACKED else Windows
-        return MixedWindows(
-            [
-                kind(part.folder, part.manifest.splits[split], part.manifest.dtype, seq_len)
-                for part in self.parts
-            ]
-        )
+        return kind(part.folder, part.manifest.splits[split], part.manifest.dtype, seq_len)

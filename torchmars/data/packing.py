@@ -9,13 +9,145 @@ are its own tokens and the end-of-text token after it. Where documents begin wit
 own, they go from that token to the end-of-text token, and the target of that one is the next such
 token. So documents can follow each other in a window in any order, and every target is the token
 that follows in the shard.
+
+The result lies beside the shards: `best_fit-T/` has, for each shard, a file that is named after the
+shard's SHA-256. It begins with the SHA-256 of what it was made from and of its content. Its content
+are int64, little-endian: for each window the number of its first span, and the number of all spans;
+then, for each span, its first token in the shard, and how many inputs it has.
 """
 
+import hashlib
+import os
+import socket
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
+from torchmars.core.errors import file_errors
+from torchmars.core.files import PARTIAL, write_durably
+from torchmars.data.manifest import (
+    SPLITS,
+    DataManifest,
+    Level,
+    Shard,
+    Split,
+    TokenDtype,
+    check_shard,
+    count_windows,
+)
+from torchmars.data.windows import ReadFile, Windows
+from torchmars.models.documents import begins
+
+# The order of windows follows from it, so whatever changes them makes another method.
+METHOD = "best_fit"
+DIGEST = hashlib.sha256().digest_size
+NUMBER = np.dtype("<i8")
+CHUNK = 2**24  # tokens that are searched for documents at once
 Span = tuple[int, int]  # the first of some inputs in a shard, and how many there are
+
+
+class PackedWindows(Windows):
+    """The windows of a split whose shards `pack_shards` has packed.
+
+    Each shard has windows of its own.
+    """
+
+    def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
+        super().__init__(folder, split, dtype, seq_len)
+        self.packings = [
+            ReadFile(packing_file(folder, shard, seq_len), "remove it and start the run again")
+            for shard in split.shards
+        ]
+        counts = (count_windows(shard.tokens, seq_len) for shard in split.shards)
+        self.firsts = list(accumulate(counts, initial=0))
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def __getitem__(self, window: int) -> np.ndarray:
+        """Return token ids [T + 1] in the shards' dtype. Raises `UserError` of a failed read."""
+        shard = bisect_right(self.firsts, window) - 1
+        first, last = self.firsts[shard : shard + 2]
+        begin, end = self._numbers(shard, window - first, 2)
+        numbers = self._numbers(shard, last - first + 1 + 2 * begin, 2 * (end - begin))
+        spans = [(start, start + size) for start, size in zip(numbers[::2], numbers[1::2])]
+        spans[-1] = spans[-1][0], spans[-1][1] + 1  # the last target
+        return self.read(shard, *spans)
+
+    def _numbers(self, shard: int, first: int, count: int) -> list[int]:
+        """Return numbers of the packing of a shard. Raises `UserError` of a failed read."""
+        data = self.packings[shard].read(DIGEST + first * NUMBER.itemsize, count * NUMBER.itemsize)
+        return np.frombuffer(data, NUMBER).tolist()
+
+
+def pack_shards(folder: Path, manifest: DataManifest, seq_len: int, level: Level = "full") -> None:
+    """Pack the shards of all splits, those whose packing is missing or damaged.
+
+    The level "full" reads every byte of a packing; the others ask whether it is there. Raises
+    `UserError` for a shard that is damaged, and where the folder cannot be written to.
+    """
+    begin = manifest.begin_token
+    border = [manifest.end_of_text, *([] if begin is None else [begin])]
+    splits = [Windows(folder, manifest.splits[name], manifest.dtype, seq_len) for name in SPLITS]
+    found = [(windows, number) for windows in splits for number in range(len(windows.shards))]
+    origin = f"{seq_len} {' '.join(map(str, border))}\n"
+
+    def digest(shard: Shard, content: bytes) -> bytes:
+        whole = f"{METHOD} {shard.sha256} {shard.tokens} {origin}".encode() + content
+        return hashlib.sha256(whole).digest()
+
+    def is_good(each: tuple[Windows, int]) -> bool:
+        file = packing_file(folder, shard := each[0].shards[each[1]], seq_len)
+        if level != "full" or not file.exists():
+            return file.exists()
+        data = file.read_bytes()
+        return data[:DIGEST] == digest(shard, data[DIGEST:])
+
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        missing = [each for each, good in zip(found, pool.map(is_good, found)) if not good]
+    for windows, number in tqdm(missing, "packing", unit=" shards", disable=not missing):
+        shard = windows.shards[number]
+        check_shard(shard, manifest.dtype, folder)
+        content = packing(windows, number, *border)
+        file = packing_file(folder, shard, seq_len)
+        with file_errors(
+            f"cannot write {file}",
+            'data.packing = "best_fit" needs a data.path that you can write to, once for each '
+            "training.seq_len",
+        ):
+            file.parent.mkdir(exist_ok=True)
+            # Other machines may write the same one.
+            suffix = f".{socket.gethostname()}-{os.getpid()}{PARTIAL}"
+            write_durably(file, digest(shard, content) + content, suffix)
+
+
+def packing_file(folder: Path, shard: Shard, seq_len: int) -> Path:
+    """Return where the packing of a shard is."""
+    return folder / f"{METHOD}-{seq_len}" / f"{shard.sha256}.bin"
+
+
+def packing(
+    windows: Windows, number: int, end_of_text: int, begin_token: int | None = None
+) -> bytes:
+    """Return the packing of a shard, found by reading all of it."""
+    tokens = windows.shards[number].tokens
+    found = []
+    for first in range(0, tokens, CHUNK):
+        before = min(first, 1)  # the token before tells whether a document begins
+        chunk = windows.read(number, (first - before, min(first + CHUNK, tokens)))
+        found.append(first + np.flatnonzero(begins(chunk, end_of_text, begin_token)[before:]))
+    firsts, spans = array("q", [0]), array("q")
+    for window in best_fit_windows(np.concatenate(found), tokens, windows.seq_len):
+        for span in window:
+            spans.extend(span)
+        firsts.append(len(spans) // 2)
+    return np.concatenate([firsts, spans]).astype(NUMBER).tobytes()
 
 
 def best_fit_windows(begins: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Span]]:

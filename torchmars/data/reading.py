@@ -1,39 +1,49 @@
-"""From a corpus to pieces, and from a piece to blocks of whole documents.
+"""From a corpus to pieces, and from a piece to blocks of records.
 
-This runs in one process, so it does no more than it must: it decompresses, and finds where lines
-and documents end. `documents` handles their contents.
+This runs in one process, so it does no more than it must: it decompresses, and finds where lines,
+documents and rows end. `documents` handles their contents.
 """
 
 import bz2
+import contextlib
+import gzip
+import io
 import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any
 
 from torchmars.config.entries import declare
 from torchmars.config.source import KINDS, DataSource, reader_of
 from torchmars.core.errors import UserError, needs_package
+from torchmars.core.files import LFS
 from torchmars.data.corpus import Input, Piece, Sizes, open_place
-from torchmars.data.documents import SEPARATOR, Damage, LostFile, Record, TextPart
-from torchmars.data.hub import load_dataset
-from torchmars.data.rows import dataset_parts, parquet_parts, row_groups
+from torchmars.data.documents import (
+    LostFile,
+    Numbered,
+    Record,
+    TextPart,
+    documents_of,
+    lines_of,
+    too_long,
+)
+from torchmars.data.hub import in_a_line, load_dataset
 
 PIECES = 2048  # about how many pieces a large corpus has
 LOOKS = 8  # files that are looked at side by side: stores answer late
 CHUNK = 2**18  # bytes read at once
-SLICE = 64  # bytes decompressed at once: at most 2 MiB, of blocks of zstd of 4 bytes and 128 KiB
+SLICE = 64  # bytes of zstd decompressed at once: at most 2 MiB, of blocks of 4 bytes and 128 KiB
 DEEPEST = 3  # packings within each other
+ROWS = 256  # read at once of a Parquet file
+TEXT = (["string"], ["large_string"])  # Arrow's types of a column
 # Where a range may begin. Other forms of these lines end documents too.
 BORDERS = {"jsonl": re.compile(rb"\n"), "text": re.compile(rb"\n<\|endoftext\|>\r?\n")}
 MAGIC = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
     rb"|(?P<xz>\xfd7zXZ\0)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))"
 )
-POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> list[Piece]:
@@ -49,12 +59,10 @@ def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> li
 
     def cut(name: str) -> list[Input]:
         whole = Input(name, files[name])
-        try:
+        with disk_errors(name):
             if source.kind == "parquet":
                 return row_groups(whole, source.field, size)
             return text_ranges(whole, source.kind, size) if KINDS[source.kind].plain else [whole]
-        except OSError as error:
-            raise cannot_read(name, error) from None
 
     pieces: list[Piece] = []
     room = 0
@@ -101,192 +109,262 @@ def border_after(stream: Any, at: int, border: re.Pattern[bytes]) -> int:
     return 2**62
 
 
-def cannot_read(name: str, error: OSError) -> UserError:
-    """Return the error of a file that the disk does not give."""
-    return UserError(
-        f"cannot read {name} of the corpus: {error.strerror or error}: start again when it can be "
-        "read; what is done is kept"
-    )
+@contextlib.contextmanager
+def disk_errors(name: str) -> Iterator[None]:
+    """Raise a `UserError` where the disk does not give a file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot read {name} of the corpus: {error.strerror or error}: start again when it can "
+            "be read; what is done is kept"
+        ) from None
 
 
 def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[list[TextPart]]:
     """Yield the blocks of a piece: parts that are tokenised at once. Raises `UserError`."""
     reader = reader_of(READERS, source.kind)
+    of_lines = reader is text_records
     block: list[TextPart] = []
     size = 0
     for each in piece:
-        try:
-            for part in reader(each, source, sizes):
-                block.append(part)
-                size += part.size
+        what = each.name, *(("line", each.begin) if of_lines else ("row", 0))
+        part, seen = TextPart(*what, []), 0
+        block.append(part)
+        with disk_errors(each.name), opened(each, source) as stream:
+            for number, record in told_at_end(reader(stream, each, source, sizes)):
+                part.records.append((number, record))
+                size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
                 if size >= sizes.block:
+                    part.read = stream.tell() - each.begin - seen if of_lines else 0
+                    seen += part.read
                     yield block
-                    block, size = [], 0
-        except OSError as error:
-            raise cannot_read(each.name, error) from None
+                    part = TextPart(*what, [])
+                    block, size = [part], 0
+        part.read = each.size - seen
     if block:
         yield block
 
 
-def text_parts(each: Input, source: DataSource, sizes: Sizes) -> Iterator[TextPart]:
-    """Yield a file of text or of lines, or a range of it, in parts of whole documents or lines.
+def opened(each: Input, source: DataSource) -> Any:
+    """Open the file of an input; a data set has none. Raises `OSError`."""
+    return contextlib.nullcontext() if source.kind == "hf" else open_place(each.name)
 
-    A document of more than `sizes.document` bytes is cut at a line end, a longer line is damaged.
+
+def told_at_end(records: Iterable[tuple[int, Record]]) -> Iterator[tuple[int, Record]]:
+    """Yield records, and last why a file cannot be read to its end, if so.
+
+    Raises an `OSError` of the disk.
     """
-    of_lines = source.kind == "jsonl"
-    border = last_line if of_lines else last_document
-    unit = "byte" if each.begin else "line"
-    first, want, seen, skipping = each.begin, sizes.block, each.begin, False
-    data = bytearray()
-    lost: list[Record] = []
-
-    with open_place(each.name) as stream:
-
-        def part(content: bytes | list[Record], lines: int, length: int) -> TextPart:
-            nonlocal first, seen
-            begin, first = first, first + (length if unit == "byte" else lines)
-            read, seen = stream.tell() - seen, stream.tell()
-            return TextPart(each.name, content, begin, unit, read)
-
-        def taken(end: int) -> TextPart:
-            content = bytes(data[:end])
-            del data[:end]
-            return part(content, content.count(b"\n"), end)
-
-        for chunk in told_at_end(contents(stream, each), lost):
-            data += chunk
-            if skipping:
-                end = data.find(b"\n") + 1
-                first += (end or len(data)) if unit == "byte" else 0
-                del data[: end or len(data)]
-                skipping = not end
-            while len(data) >= want and not skipping:
-                end = border(data)
-                if not end and len(data) <= sizes.document:
-                    want = len(data) + sizes.block
-                    break
-                want = sizes.block
-                end = end or (0 if of_lines else data.rfind(b"\n", 0, sizes.document) + 1)
-                if end:
-                    yield taken(end)
-                else:
-                    problem = Damage(f"its line is longer than {sizes.document:,} bytes")
-                    end, skipping = data.find(b"\n") + 1, b"\n" not in data
-                    yield part([problem], 1, end or len(data))
-                    del data[: end or len(data)]
-        if end := border(data) if lost else len(data):
-            yield taken(end)
-        if lost:
-            yield part(lost, 0, 0)
+    number = 0
+    try:
+        for number, record in records:
+            yield number, record
+    except (LostFile, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = str(error) if isinstance(error, LostFile) else in_a_line(error)
+        yield number + 1, LostFile(f"from here on it cannot be read ({reason})")
 
 
-def last_line(data: bytearray) -> int:
-    """Return where the last whole line ends; 0 if there is none."""
-    return data.rfind(b"\n") + 1
+def text_records(
+    stream: Any, each: Input, source: DataSource, sizes: Sizes
+) -> Iterator[tuple[int, Record]]:
+    """Yield the documents of a file of text, or the lines of one of JSON, or of a range of it."""
+    blocks = line_blocks(stream, each, sizes.document)
+    return lines_of(blocks) if source.kind == "jsonl" else documents_of(blocks, sizes.document)
 
 
-def last_document(data: bytearray) -> int:
-    """Return where the last line that ends a document ends; 0 if there is none."""
-    at = len(data)
-    while (at := data.rfind(SEPARATOR, 0, at)) >= 0:
-        begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at) + 1
-        if end and data[begin:end].strip() == SEPARATOR:
-            return end
-        at = begin
-    return 0
+def line_blocks(stream: Any, each: Input, longest: int) -> Iterator[Numbered]:
+    """Yield whole lines, many at once. One of more than `longest` bytes is damage."""
+    number, rest, skipping, left = 1, b"", False, 2**62
+    text = unpacked(stream, each.name) if each.end is None else stream
+    if each.end is not None:
+        stream.seek(each.begin)
+        left = each.end - each.begin
+    while chunk := text.read1(min(CHUNK, left)):
+        left -= len(chunk)
+        if skipping:
+            _, newline, chunk = chunk.partition(b"\n")
+            skipping = not newline
+        lines, newline, rest = (rest + chunk).rpartition(b"\n")
+        if newline:
+            yield number, lines + newline
+            number += lines.count(b"\n") + 1
+        if len(rest) > longest:
+            yield number, too_long(longest)
+            number, rest, skipping = number + 1, b"", True
+    # What follows a stream of bzip2 or xz, and is none, is left out by their packages.
+    if text is not stream and stream.read(CHUNK).strip(b"\0"):
+        raise LostFile(f"it is no more of {type(text).__name__}")
+    if rest:
+        yield number, rest
 
 
-# By the kind of a source. `Encoder` makes documents of the parts: of rows each is one already.
-READERS: dict[str, Callable[[Input, DataSource, Sizes], Iterator[TextPart]]] = {
-    "stdlib": text_parts,
-    "text": text_parts,
-    "jsonl": text_parts,
-    "parquet": parquet_parts,
-    "hf": dataset_parts,
+def unpacked(stream: Any, name: str) -> Any:
+    """Return a stream of what a file holds, whatever it is compressed by.
+
+    Its first bytes tell, not its name. Raises `LostFile`, and what its library raises of damage.
+    """
+    for _ in range(DEEPEST + 1):
+        start = stream.peek(100)
+        if start.startswith(LFS):
+            raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")
+        found = MAGIC.match(start)
+        if not found:
+            return stream
+        if found.lastgroup == "zstd":
+            stream = io.BufferedReader(ZstdStream(stream, name), CHUNK)
+        else:
+            stream = {"gzip": gzip, "xz": lzma, "bz2": bz2}[str(found.lastgroup)].open(stream)
+    raise LostFile(f"it is packed more than {DEEPEST} times")
+
+
+class ZstdStream(io.RawIOBase):
+    """What frames of zstd hold. The package's own stream takes one that is cut short for whole."""
+
+    def __init__(self, stream: Any, name: str) -> None:
+        """Raises `UserError` where the package is missing."""
+        with needs_package("zstandard", f"reading {name}"):
+            import zstandard
+        self.package, self.stream = zstandard, stream
+        self.frame: Any = None
+        self.left = self.found = b""
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes, or none at the end. Raises `EOFError` and `OSError`."""
+        while not self.found:
+            data = self.left or self.stream.read(SLICE)
+            if not data:
+                if self.frame:
+                    raise EOFError("it is cut short")
+                return 0
+            self.frame = (
+                self.frame or self.package.ZstdDecompressor(max_window_size=2**31).decompressobj()
+            )
+            try:
+                self.found, self.left = self.frame.decompress(data), b""
+            except self.package.ZstdError as error:
+                raise EOFError(str(error)) from None
+            if self.frame.eof:
+                self.left, self.frame = self.frame.unused_data, None
+        count = min(len(buffer), len(self.found))
+        buffer[:count], self.found = self.found[:count], self.found[count:]
+        return count
+
+
+def open_table(stream: Any, name: str) -> Any:
+    """Open a Parquet file. Raises `LostFile`, and an `OSError` of the disk."""
+    with needs_package("pyarrow", f"reading {name}"):
+        import pyarrow.parquet
+    start = stream.peek(40)[:40]
+    try:
+        # pre_buffer would hold all row groups in memory.
+        table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20)
+        table.schema_arrow.names  # noqa: B018, which the footer may not have either
+        return table
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise LostFile(f"as Parquet: {in_a_line(error)}; it begins with {start!r}") from None
+
+
+def row_groups(whole: Input, field: str, size: int) -> list[Input]:
+    """Return a Parquet file as runs of row groups, of at least `size` bytes.
+
+    Raises `UserError` if it has no column of text of this name. A file that cannot be read is left
+    to whoever reads its rows.
+    """
+    with open_place(whole.name) as stream:
+        try:
+            table = open_table(stream, whole.name)
+        except LostFile:
+            return [whole]
+        check_column(table.schema_arrow, field, whole.name)
+        if whole.size <= size:
+            return [whole]
+        rows = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
+    inputs: list[Input] = []
+    begin, first, total = 0, 0, sum(rows)
+    for group, count in enumerate(rows, start=1):
+        first += count
+        if whole.size * first // total - begin >= size or group == len(rows):
+            start = inputs[-1].end if inputs else 0
+            end = whole.size if group == len(rows) else whole.size * first // total
+            inputs.append(Input(whole.name, end - begin, start or 0, group))
+            begin = end
+    return inputs or [whole]
+
+
+def check_column(schema: Any, field: str, name: str) -> None:
+    """Raise `UserError` if a Parquet file has not one column of text of this name."""
+    kinds = [str(each.type) for each in schema if each.name == field]
+    if kinds not in TEXT:
+        has = f"the column {field!r} is {' and '.join(kinds)}" if kinds else f"no column {field!r}"
+        raise UserError(
+            f"data.source: {name} has no text there ({has}): name a column of strings among "
+            f"{', '.join(schema.names)} (parquet:GLOB:FIELD)"
+        )
+
+
+def parquet_records(
+    stream: Any, each: Input, source: DataSource, sizes: Sizes
+) -> Iterator[tuple[int, Record]]:
+    """Yield the rows of a Parquet file, or of some of its row groups."""
+    table = open_table(stream, each.name)
+    import pyarrow
+
+    check_column(table.schema_arrow, source.field, each.name)
+    groups = range(each.begin, table.num_row_groups if each.end is None else each.end)
+    number = 1 + sum(table.metadata.row_group(n).num_rows for n in range(groups.start))
+    try:
+        for batch in table.iter_batches(ROWS, row_groups=[*groups], columns=[source.field]):
+            column = batch.column(batch.schema.get_field_index(source.field))
+            # As bytes, so that a value that is not UTF-8 is one damaged record.
+            for value in column.cast(pyarrow.large_binary()).to_pylist():
+                yield number, value
+                number += 1
+    except pyarrow.ArrowException as error:
+        raise LostFile(in_a_line(error)) from None
+
+
+def dataset_records(
+    stream: Any, shard: Input, source: DataSource, sizes: Sizes
+) -> Iterator[tuple[int, Record]]:
+    """Yield the rows of a shard of a data set of Hugging Face.
+
+    Raises `UserError` for whatever its files or its network raise.
+    """
+    try:
+        data = load_dataset(source).shard(num_shards=shard.end, index=shard.begin)
+        for number, row in enumerate(data, start=1):
+            value = row.get(source.field)
+            yield number, value if isinstance(value, (bytes, str)) else None
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"cannot read shard {shard.begin} of the data set {shard.name} "
+            f"({in_a_line(error)}): start again to continue; what is done is kept"
+        ) from None
+
+
+# By the kind of a source: from a stream of an input to its records, each with the number of its
+# first line, byte or row.
+Reader = Callable[[Any, Input, DataSource, Sizes], Iterator[tuple[int, Record]]]
+READERS: dict[str, Reader] = {
+    "stdlib": text_records,
+    "text": text_records,
+    "jsonl": text_records,
+    "parquet": parquet_records,
+    "hf": dataset_records,
 }
 declare(
     "READERS",
     READERS,
     lambda name, entry: "" if callable(entry) else f"must be a function, got {entry!r}",
 )
-
-
-def told_at_end(chunks: Iterable[bytes], lost: list[Record]) -> Iterator[bytes]:
-    """Yield chunks up to damage, which is put into a list."""
-    try:
-        yield from chunks
-    except LostFile as damage:
-        lost.append(damage)
-
-
-def contents(stream: BinaryIO, each: Input) -> Iterator[bytes]:
-    """Yield the bytes of a range of a plain file, or of a whole file, whatever it is packed by.
-
-    Its first bytes tell, not its name. However much comes out, it comes in pieces of about a
-    megabyte at most. Raises `LostFile` where it is damaged or cut short.
-    """
-    if each.end is not None:
-        stream.seek(each.begin)
-        for begin in range(each.begin, each.end, CHUNK):
-            yield stream.read(min(CHUNK, each.end - begin))
-        return
-    chunks: Iterator[bytes] = iter(partial(stream.read, CHUNK), b"")
-    for _ in range(DEEPEST + 1):
-        start = b""
-        while len(start) < len(POINTER) and (chunk := next(chunks, b"")):
-            start += chunk
-        chunks = chain([start], chunks)
-        found = MAGIC.match(start)
-        if not found:
-            if start.startswith(POINTER):
-                raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")
-            yield from chunks
-            return
-        chunks = filter(None, decompressed(chunks, str(found.lastgroup), each.name))
-    raise LostFile(f"it is packed more than {DEEPEST} times")
-
-
-def decompressed(chunks: Iterable[bytes], packing: str, name: str) -> Iterator[bytes]:
-    """Yield what was compressed, in one stream or several. Raises `LostFile`."""
-    stream: Any = None
-    limit = [CHUNK] if packing in ("xz", "bz2") else []  # others give all that a slice holds
-    for chunk in chunks:
-        found, rest = bytearray(), memoryview(chunk)
-        while rest:
-            if not stream:  # there may be padding between streams
-                chunk = bytes(rest).lstrip(b"\0")
-                if not chunk:
-                    break
-                rest = memoryview(chunk)
-                stream = decoder_of(packing, name)
-            try:
-                found += stream.decompress(rest[:SLICE], *limit)
-                while limit and not (stream.eof or stream.needs_input):
-                    yield bytes(found)
-                    found[:] = stream.decompress(b"", CHUNK)
-            except Exception as error:  # each of the libraries has its own
-                yield bytes(found)
-                raise LostFile(f"from here on it cannot be decompressed ({error})") from None
-            rest = rest[SLICE:]
-            if stream.eof:
-                left = len(rest) + len(stream.unused_data)
-                rest, stream = memoryview(chunk)[len(chunk) - left :], None
-            if len(found) >= CHUNK:
-                yield bytes(found)
-                found.clear()
-        yield bytes(found)
-    if stream:
-        raise LostFile("it is cut short here")
-
-
-def decoder_of(packing: str, name: str) -> Any:
-    """Return what decompresses a stream of a file. Raises `UserError`."""
-    if packing == "gzip":
-        return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-    if packing == "xz":
-        return lzma.LZMADecompressor()
-    if packing == "bz2":
-        return bz2.BZ2Decompressor()
-    with needs_package("zstandard", f"reading {name}"):
-        import zstandard
-    return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()

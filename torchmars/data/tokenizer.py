@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Iterator
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -92,16 +92,6 @@ class Tokenizer(Protocol):
     def number(self, token: str) -> int | None:
         """Return the id of a token by its name in the vocabulary; None if there is none."""
 
-    def token_of(self, text: str) -> int | None:
-        """Return the id of the token that a text names, or is; None if it is no single one."""
-        number = self.number(text)
-        if number is None:
-            with contextlib.suppress(Unencodable):
-                [found] = self.encode_batch([text])
-                if len(found) == 1 and self.decode(found.tolist()) == text:
-                    number = int(found[0])
-        return number
-
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, without an end-of-text token.
 
@@ -122,13 +112,6 @@ class Tokenizer(Protocol):
         Ids without text, those of padding rows of the token table, give none.
         """
 
-    def is_settled(self, tokens: list[int]) -> bool:
-        """Return whether the text of token ids stays as it is, whatever tokens follow.
-
-        A letter's first bytes, which decode to U+FFFD, are left to the caller.
-        """
-        return True
-
 
 class BytePairTokenizer(Tokenizer, Protocol):
     """A tokenizer each of whose tokens stands for some bytes."""
@@ -136,14 +119,10 @@ class BytePairTokenizer(Tokenizer, Protocol):
     def byte_pairs(self) -> BytePairs:
         """Return how it makes tokens of bytes."""
 
-    def bytes_of(self, tokens: list[int]) -> bytes:
-        """Return the bytes of token ids, which may begin or end within a letter."""
-
     def number(self, token: str) -> int | None:
-        return self.byte_pairs()[2].get(token)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.bytes_of(tokens).decode("utf-8", errors="replace")
+        """Return the id of a special token, or of the token of these letters."""
+        ranks, _, special = self.byte_pairs()
+        return special.get(token, ranks.get(token.encode(errors="surrogatepass")))
 
 
 class ByteTokenizer(BytePairTokenizer):
@@ -157,8 +136,8 @@ class ByteTokenizer(BytePairTokenizer):
         ranks = {bytes([byte]): byte for byte in range(256)}  # nothing is merged, or encoded apart
         return ranks, None, {ENDS_OF_TEXT[0]: self.end_of_text}
 
-    def bytes_of(self, tokens: list[int]) -> bytes:
-        return bytes(token for token in tokens if token < 256)
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         with package_errors("bytes cannot encode a text", Unencodable):
@@ -201,13 +180,13 @@ class TiktokenTokenizer(BytePairTokenizer):
         found = self._encoding
         return found._mergeable_ranks, found._pat_str, found._special_tokens
 
-    def bytes_of(self, tokens: list[int]) -> bytes:
+    def decode(self, tokens: list[int]) -> str:
         parts = []
         for token in tokens:
             with contextlib.suppress(KeyError):  # an id without text
                 if not self._encoding.is_special_token(token):
                     parts.append(self._encoding.decode_single_token_bytes(token))
-        return b"".join(parts)
+        return b"".join(parts).decode(errors="replace")
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
@@ -246,19 +225,9 @@ class FileTokenizer(Tokenizer):
             self._content = read_bytes(self.path)
         self.sha256: str | None = hashlib.sha256(self._content).hexdigest()
 
-    @cached_property
+    @property
     def _tokenizer(self) -> "tokenizers.Tokenizer":
-        with needs_package("tokenizers", f"the tokenizer {self.path}"):
-            import tokenizers
-        with package_errors(f"{self.path} is no tokenizer.json"):
-            tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
-        if getattr(tokenizer.model, "dropout", None):
-            tokenizer.model.dropout = None  # each text would have other tokens each time
-            say_without_dropout(self.path)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True  # as the text that they are
-        return tokenizer
+        return parsed(self.path, self._content)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -326,18 +295,10 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def ends_of_model(self) -> list[int]:
-        """The ids that end a text by what the model says that lies beside the file; mostly none.
-
-        Raises `UserError` for a file that names no token ids.
-        """
+        """The ids that end a text by what the model says that lies beside the file; mostly none."""
         for name in NAMING_ENDS:
-            found = self.table(name).get("eos_token_id")
-            ends = found if isinstance(found, list) else [] if found is None else [found]
-            if not all(type(number) is int and number >= 0 for number in ends):
-                file = self.path.with_name(name)
-                raise UserError(f"{file}: eos_token_id is {found!r}, no token id: correct it")
-            if ends:
-                return ends
+            if (found := self.table(name).get("eos_token_id")) not in (None, []):
+                return found if isinstance(found, list) else [found]
         return []
 
     def copy_to(self, folder: Path) -> None:
@@ -357,9 +318,7 @@ class FileTokenizer(Tokenizer):
         found = self._encode(text)
         tokens = np.array(found.ids, dtype=smallest_dtype(self.vocab_size))
         # The package counts letters of the text, whatever it has made of them.
-        letters = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        sizes = 1 + (letters > 0x7F) + (letters > 0x7FF) + (letters > 0xFFFF).astype(np.int64)
-        after = np.concatenate([[0], np.cumsum(sizes)])
+        after = np.cumsum([0, *(len(letter.encode()) for letter in text)])
         ends = np.maximum.accumulate(after[[end for _, end in found.offsets]])
         ends[-1:] = after[-1]
         return tokens, ends
@@ -369,16 +328,25 @@ class FileTokenizer(Tokenizer):
             return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: list[int]) -> str:
-        with package_errors(f"{self.path} cannot decode tokens"):
-            return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def is_settled(self, tokens: list[int]) -> bool:
-        """Return False after a token that stands for a byte: one that is no part of a letter makes
-        all of those before it unknown, up to the last one that is no byte."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        special = {number for number, token in added.items() if token.special}  # without text
-        last = next((token for token in reversed(tokens) if token not in special), None)
-        return last is None or not self.token(last).startswith("<0x")  # as sentencepiece has them
+
+@lru_cache(maxsize=4)  # a run asks for its tokenizer in several places
+def parsed(path: Path, content: bytes) -> "tokenizers.Tokenizer":
+    """Return the tokenizer of a tokenizer.json. Raises `UserError`."""
+    with needs_package("tokenizers", f"the tokenizer {path}"):
+        import tokenizers
+    with package_errors(f"{path} is no tokenizer.json"):
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None  # each text would have other tokens each time
+        # Not in the processes that tokenise nor, after their launcher, in ranks.
+        if multiprocessing.parent_process() is None and "RANK" not in os.environ:
+            say(f"data.tokenizer: texts are encoded without the dropout of {path}", error=True)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # as the text that they are
+    return tokenizer
 
 
 def load_tokenizer(name: str, begin_token: str = "none") -> Tokenizer:
@@ -390,7 +358,7 @@ def load_tokenizer(name: str, begin_token: str = "none") -> Tokenizer:
     tokenizer = find_tokenizer(name)
     if begin_token == "none":
         return tokenizer
-    found = tokenizer.put_before if begin_token == "auto" else [tokenizer.token_of(begin_token)]
+    found = tokenizer.put_before if begin_token == "auto" else [tokenizer.number(begin_token)]
     if len(found) > 1 or None in found:
         raise UserError(
             f"data.begin_token: {json.dumps(begin_token, ensure_ascii=False)} is no single token "
@@ -420,13 +388,6 @@ def find_tokenizer(name: str) -> Tokenizer:
     raise UserError(
         f"data.tokenizer: there is none called {name!r}: {meant(name, known, otherwise)}"
     )
-
-
-@cache  # once
-def say_without_dropout(path: Path) -> None:
-    """Say it, but not in the processes that tokenise nor, after their launcher, in ranks."""
-    if multiprocessing.parent_process() is None and "RANK" not in os.environ:
-        say(f"data.tokenizer: texts are encoded without the dropout of {path}", error=True)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,19 +24,20 @@ from torchmars.core.words import counted
 from torchmars.data.documents import Damaged, Encoded
 from torchmars.data.manifest import (
     SPLITS,
-    DataManifest,
     Shard,
     Split,
     TokenDtype,
+    cut_end,
     make_manifest,
     numpy_dtype,
+    read_split,
     write_manifest,
 )
-from torchmars.data.tokenizer import Tokenizer, load_tokenizer, smallest_dtype
+from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
 
 LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
 DAMAGED = "damaged.jsonl"
-MADE = re.compile(r"(plan|array)\.json|part-|(train|validation)-|damaged\.jsonl|manifest\.json")
+NEEDED = ("plan.json*", "part-*")  # by the making of a folder alone
 # More damage ends the preparation: records that are left out, and files that cannot be read to
 # their end, as a share of the corpus's bytes.
 DAMAGED_RECORDS, LOST_SHARE = 100, 0.01
@@ -48,25 +48,13 @@ class Part:
     """What has been made of a piece."""
 
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
-    text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    """Of the documents of each split, in UTF-8."""
     damaged: list[Damaged] = field(default_factory=list)
 
 
-def part_file(folder: Path, number: int) -> Path:
-    """Return the file that says that a piece is done."""
-    return folder / f"part-{number:05d}.json"
-
-
 def finished_part(folder: Path, number: int) -> Part | None:
-    """Return what has been made of a piece; None if it is not done. Raises `UserError`."""
-    file = part_file(folder, number)
-    try:
-        return make(Part, parse_json(read_text(file)))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, UserError) as error:
-        raise UserError(f"{file} cannot be read ({error}): remove it to make it again") from None
+    """Return what has been made of a piece; None if it is not done."""
+    file = folder / f"part-{number:05d}.json"
+    return make(Part, parse_json(read_text(file))) if file.exists() else None
 
 
 class PieceWriter:
@@ -75,17 +63,13 @@ class PieceWriter:
     def __init__(self, folder: Path, number: int, dtype: TokenDtype, shard_tokens: int) -> None:
         """Raises `UserError` if another process does not let go of the piece."""
         self.folder, self.number, self.shard_tokens = folder, number, shard_tokens
-        self.dtype = numpy_dtype(dtype)
-        file = folder / f"part-{number:05d}.lock"
-        self.lock = lock(file, f"writing piece {number} of {folder}", LOCK_SECONDS)
-        self.done = part_file(folder, number).exists()
+        self.dtype, self.file = numpy_dtype(dtype), folder / f"part-{number:05d}.json"
+        doing = f"writing piece {number} of {folder}"
+        self.lock = lock(self.file.with_suffix(".lock"), doing, LOCK_SECONDS)
+        self.done = self.file.exists()
         self.part = Part()
         self.files: dict[str, DurableFile] = {}
         self.hashes = {name: hashlib.sha256() for name in SPLITS}
-        if not self.done:
-            for name in SPLITS:
-                for left in folder.glob(f"{name}-{number:05d}-*.bin"):
-                    left.unlink()
 
     def add(self, encoded: Encoded) -> None:
         """Append the tokens of a block. Raises `OSError`."""
@@ -94,7 +78,7 @@ class PieceWriter:
             split.tokens += len(tokens)
             split.documents += encoded.documents[name]
             split.max_token = max(split.max_token, int(tokens.max(initial=0)))
-            self.part.text_bytes[name] += encoded.text[name]
+            split.text_bytes += encoded.text[name]
             while len(tokens):
                 tokens = self.append(name, tokens)
         self.part.damaged += encoded.damaged
@@ -106,7 +90,7 @@ class PieceWriter:
             file = f"{name}-{self.number:05d}-{len(shards):03d}.bin"
             self.files[name] = DurableFile(self.folder / file)
             self.hashes[name] = hashlib.sha256()
-            shards.append(Shard(file, 0, ""))
+            shards.append(Shard(file, 0))
         some = tokens[: self.shard_tokens - shards[-1].tokens]
         data = some.astype(self.dtype, copy=False).tobytes()
         self.files[name].write(data)
@@ -127,132 +111,88 @@ class PieceWriter:
             for name in list(self.files):
                 self.end_shard(name)
             sync_folder(self.folder)
-            write_durably(part_file(self.folder, self.number), json.dumps(asdict(self.part)))
+            write_durably(self.file, json.dumps(asdict(self.part)))
         if self.lock is not None:
             os.close(self.lock)
 
 
-def check_damage(damaged: list[Damaged], files: dict[str, int]) -> None:
-    """Raise `UserError` for more damage than a corpus of such files may have."""
-    lost = {each.file for each in damaged if each.rest}
-    too_much = lost_share(lost, files) > LOST_SHARE if any(files.values()) else bool(lost)
-    if len(damaged) - len(lost) > DAMAGED_RECORDS or too_much:
+def check_damage(damaged: list[Damaged], files: dict[str, int], partial: Path) -> None:
+    """Raise `UserError` for more damage than a corpus of such files may have.
+
+    Then nothing is kept: what is repaired has another size or time.
+    """
+    records = sum(not each.rest for each in damaged)
+    if records > DAMAGED_RECORDS or lost_share(damaged, files) > LOST_SHARE:
+        remove(partial)
         raise UserError(
             f"the corpus has {damage_in_words(damaged, files)}; at most {DAMAGED_RECORDS} records, "
             f"and files of {LOST_SHARE:.0%} of it, are left out: repair it, or name other files"
         )
 
 
-def lost_share(lost: set[str], files: dict[str, int]) -> float:
-    """Return the share of a corpus's bytes that `lost` files have."""
+def lost_share(damaged: list[Damaged], files: dict[str, int]) -> float:
+    """Return the share of a corpus's bytes in the files that cannot be read to their end."""
+    lost = {each.file for each in damaged if each.rest}
     return sum(files.get(name, 0) for name in lost) / max(1, sum(files.values()))
 
 
 def damage_in_words(damaged: list[Damaged], files: dict[str, int]) -> str:
     """Return how much damage a corpus has, and where the first is of records and of files."""
-    rests = [each for each in damaged if each.rest]
-    share = lost_share({each.file for each in rests}, files)
-    whole = f" that cannot be read to the end, {share:.2%} of it all"
-    records = [each for each in damaged if not each.rest]
+    share = f" that cannot be read to the end, {lost_share(damaged, files):.2%} of it all"
     return " and ".join(
         f"{counted(len(found), what)}{more} (the first: {found[0].file}, {found[0].place}: "
         f"{found[0].reason})"
-        for found, what, more in ((records, "damaged record", ""), (rests, "file", whole))
-        if found
+        for rest, what, more in ((False, "damaged record", ""), (True, "file", share))
+        if (found := [each for each in damaged if each.rest == rest])
     )
 
 
 def finish_folder(
     config: ResolvedData, parts: list[Part], files: dict[str, int], partial: Path
 ) -> None:
-    """Write the manifest of a folder whose pieces are all done, of files with so many bytes.
+    """Complete a folder whose pieces are all done, of files with so many bytes.
 
-    Raises `UserError` for a corpus without text, and for one of more damage than is allowed. It can
-    be called again after a kill.
+    Raises `UserError` for a corpus without text, and for too much damage. It can be called again
+    after a kill.
     """
     damaged = [each for part in parts for each in part.damaged]
-    check_damage(damaged, files)
-    splits = {name: joined([part.splits[name] for part in parts]) for name in SPLITS}
-    text_bytes = {name: sum(part.text_bytes[name] for part in parts) for name in SPLITS}
+    check_damage(damaged, files, partial)
+    splits = {name: Split() for name in SPLITS}
+    for part in parts:
+        for name, split in part.splits.items():
+            splits[name].add(split)
     tokenizer = load_tokenizer(config.tokenizer, config.begin_token)
-    around = len(tokenizer.before) + 1  # tokens that begin and end a document
-    if sum(split.tokens for split in splits.values()) <= around:
+    dtype, around = smallest_dtype(tokenizer.vocab_size), len(tokenizer.before) + 1
+    tokens = sum(split.tokens for split in splits.values())
+    if tokens <= around:  # no more than begins and ends a document
         remove(partial)
-        why = f", but {damage_in_words(damaged, files)}" if damaged else ""
-        names = [*files] or [config.source]
-        more = f" and {counted(len(names) - 1, 'other')}" if names[1:] else ""
-        raise UserError(f"the corpus has no text in {names[0]}{more}{why}: check data.source")
+        found = damage_in_words(damaged, files) or f"{[*files, config.source][0]} is blank"
+        raise UserError(f"the corpus has no text, and {found}: check data.source")
     if not all(split.tokens for split in splits.values()):
-        whole = next(split for split in splits.values() if split.tokens)
-        splits = cut_tail(whole, config.validation_fraction, partial, tokenizer)
-        size = sum(text_bytes.values())
-        kept = size * splits["train"].tokens // whole.tokens
-        text_bytes = {"train": kept, "validation": size - kept}
+        say(
+            f"too few documents to split by document: the last {100 * config.validation_fraction:g}"
+            "% of the tokens is the validation split"
+        )
+        whole = [shard for split in splits.values() for shard in split.shards]
+        both = cut_end(whole, config.validation_fraction, dtype)
+        size = sum(split.text_bytes for split in splits.values())
+        splits = {n: read_split(s, dtype, partial, tokenizer) for n, s in zip(SPLITS, both)}
+        train, validation = splits.values()
+        train.text_bytes = size * train.tokens // tokens
+        validation.text_bytes = size - train.text_bytes
     if damaged:
         lines = "".join(json.dumps(asdict(each)) + "\n" for each in damaged)
         write_durably(partial / DAMAGED, lines)
         say(f"left out {damage_in_words(damaged, files)}; all are in {DAMAGED} of {config.path}")
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    manifest = make_manifest(config, tokenizer, splits, dtype, text_bytes, list(files))
+    manifest = make_manifest(config, tokenizer, dtype, splits)
+    manifest.corpus = [*files]
     write_manifest(partial, manifest)
 
 
-def joined(splits: list[Split]) -> Split:
-    """Return the splits of consecutive pieces as one."""
-    return Split(
-        sum(split.tokens for split in splits),
-        sum(split.documents for split in splits),
-        max(split.max_token for split in splits),
-        [shard for split in splits for shard in split.shards],
-    )
-
-
-def cut_tail(whole: Split, fraction: float, folder: Path, tokenizer: Tokenizer) -> dict[str, Split]:
-    """Give the end of the only split that has tokens to validation, and the rest to training.
-
-    The files that it reads stay as they are: a kill may come at any moment.
-    """
-    dtype = numpy_dtype(smallest_dtype(tokenizer.vocab_size))
-    say(
-        f"too few documents ({whole.documents:,}) to split by document: the last "
-        f"{100 * fraction:.3g}% of the tokens is the validation split"
-    )
-    length = max(1, int(whole.tokens * fraction))
-    left = whole.tokens - length
-    parts: dict[str, list[Shard]] = {name: [] for name in SPLITS}
-    ends, largest, last = 0, 0, tokenizer.end_of_text
-    for shard in whole.shards:
-        count = min(shard.tokens, left)
-        left -= count
-        tokens = np.fromfile(folder / shard.file, dtype)
-        for name, some in (("train", tokens[:count]), ("validation", tokens[count:])):
-            if not len(some):
-                continue
-            if shard.file.startswith(name) and len(some) == shard.tokens:
-                parts[name].append(shard)
-            else:
-                file = f"{name}-tail-{len(parts[name]):03d}.bin"
-                write_durably(folder / file, some.tobytes())
-                digest = hashlib.sha256(some.tobytes()).hexdigest()
-                parts[name].append(Shard(file, len(some), digest))
-        if count:
-            last = int(tokens[count - 1])
-        ends += int((tokens[count:] == tokenizer.end_of_text).sum())
-        largest = max(largest, int(tokens[count:].max(initial=0)))
-    shared = int(last != tokenizer.end_of_text)  # a document that is cut has a part in both
-    documents = whole.documents - ends + shared
-    return {
-        "train": Split(whole.tokens - length, documents, whole.max_token, parts["train"]),
-        "validation": Split(length, ends, largest, parts["validation"]),
-    }
-
-
-def rename_folder(partial: Path, folder: Path, manifest: DataManifest) -> None:
+def rename_folder(partial: Path, folder: Path) -> None:
     """Give a folder with a manifest its final name, without files that only its making needed."""
-    kept = {shard.file for split in manifest.splits.values() for shard in split.shards}
-    kept |= {DAMAGED, "manifest.json"}
-    for file in partial.iterdir():
-        if MADE.match(file.name) and file.name not in kept:
+    for pattern in NEEDED:
+        for file in partial.glob(pattern):
             file.unlink()
     with contextlib.suppress(FileNotFoundError):
         folder.rmdir()  # it is empty

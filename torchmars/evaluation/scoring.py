@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmars.core.errors import UserError
 from torchmars.core.files import LARGEST, read_bytes
 from torchmars.data.corpus import matching_files
-from torchmars.data.documents import Damage, decode, documents_in
+from torchmars.data.documents import Damage, decode, documents_of
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.parallel.cuts import sequence_unit
 from torchmars.parallel.parallel_model import ParallelModel
@@ -125,7 +125,7 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     lost = 0  # bytes of the documents before, of which the tokenizer leaves nothing
     for file in matching_files(pattern, "text", "--text", scorer.layout.say):
         try:
-            for _, content in documents_in(read_bytes(file), LARGEST):
+            for _, content in documents_of([(1, read_bytes(file))], LARGEST):
                 text = decode(content) if isinstance(content, bytes) else ""
                 tokens, ends = tokenizer.encode_measured(text if text.strip() else "")
                 opening = tokenizer.before or [tokenizer.begin]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchmars.core.bounds import Name
 from torchmars.core.errors import UserError
-from torchmars.core.files import open_file, path_problem, read_text, write_durably
+from torchmars.core.files import LFS, open_file, path_problem, read_text, write_durably
 from torchmars.core.typed import parse_json
 from torchmars.exchange.families import counterparts, family_of
 from torchmars.exchange.family import Counterpart
@@ -31,7 +31,6 @@ TABLE, HEAD = "tok_embed.weight", "lm_head.weight"  # our name of the token tabl
 FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
 ROWS = 4096  # of a matrix, that are compared at a time
 DTYPES = ("F32", "BF16", "F16", "F64")  # as the format calls them
-POINTER = b"version https://git-lfs"  # begins what Git leaves instead of a large file
 # Buffers that older versions saved beside the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # What may be there instead, and how to come by what can be read. The first counts.
@@ -143,10 +142,10 @@ def no_content(file: Path) -> str:
     """Return why the contents of a file are missing; "" if they may be there."""
     try:
         with open_file(file) as stream:
-            begin = stream.read(len(POINTER))
+            begin = stream.read(len(LFS))
     except OSError:
         return ""
-    if begin == POINTER:
+    if begin == LFS:
         return "it is a pointer of Git LFS, not the file itself: run git lfs pull in its folder"
     return "" if begin else "it is empty: fetch it again"
 

@@ -12,10 +12,9 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import check_writable, write_durably
 from torchmars.core.words import counted
-from torchmars.data.manifest import DataManifest, has_manifest, read_manifest
+from torchmars.data.manifest import DataManifest, Level, has_manifest, read_manifest
 from torchmars.data.mixture import Mixture, MixturePart
 from torchmars.data.prepare import prepare_shards
-from torchmars.data.shards import Level
 from torchmars.data.tokenizer import FileTokenizer, load_tokenizer
 from torchmars.models import build_run_model
 from torchmars.parallel.checks import check_layout
