@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 
-import numpy as np
 import pytest
 import tiktoken
 import tokenizers
@@ -189,16 +188,6 @@ def test_a_file_that_gives_up_is_one_line(tmp_path, changes, message):
     assert "\n" not in str(mistake.value)
 
 
-def test_a_tokenizer_that_gives_up_ends_a_preparation_in_one_line(tmp_path):
-    """The worker's panic is no traceback of its process."""
-    file = tokenizer_file(tmp_path)
-    damaged(file, pre_tokenizer=GIVES_UP | {"invert": False})
-    (tmp_path / "text.txt").write_text("x" * 3000)
-    config = tiny_config(tmp_path, data={"tokenizer": str(file), "processes": 1})
-    with pytest.raises(UserError, match="cannot encode a text .*retry-limit"):
-        prepare_data(config)
-
-
 NASTY = [
     "",
     " \t\n",
@@ -258,34 +247,6 @@ def test_nasty_documents_as_bytes():
     for text in TOO_LONG:
         expected += [*text.encode(), 256]
     assert tokens == expected
-
-
-def test_whatever_a_document_makes_a_tokenizer_raise_leaves_that_one_out(monkeypatch):
-    """tiktoken's panics are no `Exception`; other versions raise other errors."""
-
-    class PanicException(BaseException):
-        pass
-
-    class Encoding:
-        n_vocab, eot_token, special_tokens_set = 257, 256, {"<|endoftext|>"}
-
-        def encode_to_numpy(self, text, disallowed_special):
-            if "bad" in text:
-                raise SystemError("several\nlines")
-            if "worse" in text:
-                raise PanicException("a panic")
-            return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
-
-        encode = encode_to_numpy
-
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: Encoding())
-    texts = ["one", "bad", "two", "worse <|endoftext|>", "three"]
-    tokens, reasons = encoded("p50k_base", texts, damaged=2)
-    assert tokens == [*b"one", 256, *b"two", 256, *b"three", 256]
-    assert "p50k_base cannot encode a text (several lines)" in reasons[0] and "panic" in reasons[1]
-    for text in ("a bad text", "a \0 worse text"):
-        with pytest.raises(UserError, match="p50k_base cannot encode a text"):
-            load_tokenizer("p50k_base").encode_batch(["good", text])
 
 
 def test_a_document_that_a_file_of_hugging_face_gives_up_on_is_left_out(tmp_path):

@@ -22,7 +22,6 @@ import socket
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
@@ -102,15 +101,14 @@ def pack_shards(folder: Path, manifest: DataManifest, seq_len: int, level: Level
         whole = f"{METHOD} {shard.sha256} {shard.tokens} {origin}".encode() + content
         return hashlib.sha256(whole).digest()
 
-    def is_good(each: tuple[Windows, int]) -> bool:
-        file = packing_file(folder, shard := each[0].shards[each[1]], seq_len)
+    def is_good(shard: Shard) -> bool:
+        file = packing_file(folder, shard, seq_len)
         if level != "full" or not file.exists():
             return file.exists()
         data = file.read_bytes()
         return data[:DIGEST] == digest(shard, data[DIGEST:])
 
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        missing = [each for each, good in zip(found, pool.map(is_good, found)) if not good]
+    missing = [(each, number) for each, number in found if not is_good(each.shards[number])]
     for windows, number in tqdm(missing, "packing", unit=" shards", disable=not missing):
         shard = windows.shards[number]
         check_shard(shard, manifest.dtype, folder)

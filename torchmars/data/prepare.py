@@ -9,7 +9,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
@@ -253,23 +253,16 @@ def in_order(
 
 @contextlib.contextmanager
 def start_pool(encoder: Encoder, count: int) -> Iterator[Submit]:
-    """Let `count` processes tokenise what the body submits. One is this process itself.
+    """Let `count` processes tokenise what the body submits; one is a thread of this process.
 
     Raises `UserError` where one of them dies. They end with the body, and with this process.
     """
-    if count == 1:
-
-        def encode(block: Block) -> "Future[Encoded]":
-            future: Future[Encoded] = Future()
-            future.set_result(encoder.encode(block))
-            return future
-
-        yield encode
-        return
-    context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
-    with as_here():
-        pool = ProcessPoolExecutor(count, context, follow_starter)
+    pool: Executor = ThreadPoolExecutor(1)
+    if count > 1:
+        with as_here():
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(count, context, follow_starter)
 
     def submit(block: Block) -> "Future[Encoded]":
         with as_here():  # it may start a process

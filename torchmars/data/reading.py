@@ -11,8 +11,9 @@ import io
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 from torchmars.config.entries import declare
@@ -36,6 +37,7 @@ LOOKS = 8  # files that are looked at side by side: stores answer late
 CHUNK = 2**18  # bytes read at once
 SLICE = 64  # bytes of zstd decompressed at once: at most 2 MiB, of blocks of 4 bytes and 128 KiB
 DEEPEST = 3  # packings within each other
+Records = Iterator[tuple[int, Record]]  # each with the number of its first line, or its row
 ROWS = 256  # read at once of a Parquet file
 TEXT = (["string"], ["large_string"])  # Arrow's types of a column
 # Where a range may begin. Other forms of these lines end documents too.
@@ -151,7 +153,7 @@ def opened(each: Input, source: DataSource) -> Any:
     return contextlib.nullcontext() if source.kind == "hf" else open_place(each.name)
 
 
-def told_at_end(records: Iterable[tuple[int, Record]]) -> Iterator[tuple[int, Record]]:
+def told_at_end(records: Records) -> Records:
     """Yield records, and last why a file cannot be read to its end, if so.
 
     Raises an `OSError` of the disk.
@@ -160,16 +162,20 @@ def told_at_end(records: Iterable[tuple[int, Record]]) -> Iterator[tuple[int, Re
     try:
         for number, record in records:
             yield number, record
-    except (LostFile, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = str(error) if isinstance(error, LostFile) else in_a_line(error)
-        yield number + 1, LostFile(f"from here on it cannot be read ({reason})")
+    except LostFile as damage:
+        yield number + 1, damage
+    except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+        yield number + 1, lost(error)
 
 
-def text_records(
-    stream: Any, each: Input, source: DataSource, sizes: Sizes
-) -> Iterator[tuple[int, Record]]:
+def lost(error: Exception, more: str = "") -> LostFile:
+    """Return the damage of a file that a library cannot read. Raises an `OSError` of the disk."""
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error
+    return LostFile(f"from here on it cannot be read ({in_a_line(error)}{more})")
+
+
+def text_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
     """Yield the documents of a file of text, or the lines of one of JSON, or of a range of it."""
     blocks = line_blocks(stream, each, sizes.document)
     return lines_of(blocks) if source.kind == "jsonl" else documents_of(blocks, sizes.document)
@@ -228,6 +234,7 @@ class ZstdStream(io.RawIOBase):
         with needs_package("zstandard", f"reading {name}"):
             import zstandard
         self.package, self.stream = zstandard, stream
+        self.begin = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
         self.frame: Any = None
         self.left = self.found = b""
 
@@ -243,9 +250,7 @@ class ZstdStream(io.RawIOBase):
                 if self.frame:
                     raise EOFError("it is cut short")
                 return 0
-            self.frame = (
-                self.frame or self.package.ZstdDecompressor(max_window_size=2**31).decompressobj()
-            )
+            self.frame = self.frame or self.begin()
             try:
                 self.found, self.left = self.frame.decompress(data), b""
             except self.package.ZstdError as error:
@@ -268,9 +273,7 @@ def open_table(stream: Any, name: str) -> Any:
         table.schema_arrow.names  # noqa: B018, which the footer may not have either
         return table
     except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise LostFile(f"as Parquet: {in_a_line(error)}; it begins with {start!r}") from None
+        raise lost(error, f"; it begins with {start!r}") from None
 
 
 def row_groups(whole: Input, field: str, size: int) -> list[Input]:
@@ -289,14 +292,12 @@ def row_groups(whole: Input, field: str, size: int) -> list[Input]:
             return [whole]
         rows = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
     inputs: list[Input] = []
-    begin, first, total = 0, 0, sum(rows)
-    for group, count in enumerate(rows, start=1):
-        first += count
-        if whole.size * first // total - begin >= size or group == len(rows):
-            start = inputs[-1].end if inputs else 0
-            end = whole.size if group == len(rows) else whole.size * first // total
-            inputs.append(Input(whole.name, end - begin, start or 0, group))
-            begin = end
+    begin = start = 0
+    for group, first in enumerate(accumulate(rows), start=1):
+        end = whole.size * first // max(1, sum(rows))
+        if end - begin >= size or group == len(rows):
+            inputs.append(Input(whole.name, end - begin, start, group))
+            begin, start = end, group
     return inputs or [whole]
 
 
@@ -311,9 +312,7 @@ def check_column(schema: Any, field: str, name: str) -> None:
         )
 
 
-def parquet_records(
-    stream: Any, each: Input, source: DataSource, sizes: Sizes
-) -> Iterator[tuple[int, Record]]:
+def parquet_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
     """Yield the rows of a Parquet file, or of some of its row groups."""
     table = open_table(stream, each.name)
     import pyarrow
@@ -328,13 +327,11 @@ def parquet_records(
             for value in column.cast(pyarrow.large_binary()).to_pylist():
                 yield number, value
                 number += 1
-    except pyarrow.ArrowException as error:
-        raise LostFile(in_a_line(error)) from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise lost(error) from None
 
 
-def dataset_records(
-    stream: Any, shard: Input, source: DataSource, sizes: Sizes
-) -> Iterator[tuple[int, Record]]:
+def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes) -> Records:
     """Yield the rows of a shard of a data set of Hugging Face.
 
     Raises `UserError` for whatever its files or its network raise.
@@ -353,10 +350,8 @@ def dataset_records(
         ) from None
 
 
-# By the kind of a source: from a stream of an input to its records, each with the number of its
-# first line, byte or row.
-Reader = Callable[[Any, Input, DataSource, Sizes], Iterator[tuple[int, Record]]]
-READERS: dict[str, Reader] = {
+# By the kind of a source: from the stream of an input to its records.
+READERS: dict[str, Callable[[Any, Input, DataSource, Sizes], Records]] = {
     "stdlib": text_records,
     "text": text_records,
     "jsonl": text_records,
