@@ -105,7 +105,7 @@ def make_folder(config: ResolvedData, folder: Path, task: int, tasks: int, sizes
         if has_manifest(folder):
             return
         if not has_manifest(partial):  # else a process ended here
-            begin(config, folder, partial, made_from | asdict(sizes))
+            begin_folder(config, folder, partial, made_from | asdict(sizes))
     make_pieces(config, pieces, files, partial, range(task, len(pieces), tasks), sizes)
     with turn(folder):
         if has_manifest(folder):
@@ -152,7 +152,9 @@ def corpus_files(config: ResolvedData, own: list[Path]) -> tuple[dict[str, int],
     return files, made_from
 
 
-def begin(config: ResolvedData, folder: Path, partial: Path, made_from: dict[str, Any]) -> None:
+def begin_folder(
+    config: ResolvedData, folder: Path, partial: Path, made_from: dict[str, Any]
+) -> None:
     """Begin a folder in `partial`, if it was not yet.
 
     Raises `UserError` if it was begun from something else, or where there are other files.

@@ -133,7 +133,7 @@ def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[list[
         what = each.name, *(("line", each.begin) if of_lines else ("row", 0))
         part, seen = TextPart(*what, []), 0
         block.append(part)
-        with disk_errors(each.name), opened(each, source) as stream:
+        with disk_errors(each.name), open_input(each, source) as stream:
             for number, record in told_at_end(reader(stream, each, source, sizes)):
                 part.records.append((number, record))
                 size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
@@ -148,7 +148,7 @@ def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[list[
         yield block
 
 
-def opened(each: Input, source: DataSource) -> Any:
+def open_input(each: Input, source: DataSource) -> Any:
     """Open the file of an input; a data set has none. Raises `OSError`."""
     return contextlib.nullcontext() if source.kind == "hf" else open_place(each.name)
 
@@ -165,10 +165,10 @@ def told_at_end(records: Records) -> Records:
     except LostFile as damage:
         yield number + 1, damage
     except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        yield number + 1, lost(error)
+        yield number + 1, lost_file(error)
 
 
-def lost(error: Exception, more: str = "") -> LostFile:
+def lost_file(error: Exception, more: str = "") -> LostFile:
     """Return the damage of a file that a library cannot read. Raises an `OSError` of the disk."""
     if isinstance(error, OSError) and error.errno is not None:
         raise error
@@ -273,7 +273,7 @@ def open_table(stream: Any, name: str) -> Any:
         table.schema_arrow.names  # noqa: B018, which the footer may not have either
         return table
     except (pyarrow.ArrowException, OSError) as error:
-        raise lost(error, f"; it begins with {start!r}") from None
+        raise lost_file(error, f"; it begins with {start!r}") from None
 
 
 def row_groups(whole: Input, field: str, size: int) -> list[Input]:
@@ -328,7 +328,7 @@ def parquet_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) 
                 yield number, value
                 number += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise lost(error) from None
+        raise lost_file(error) from None
 
 
 def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes) -> Records:
