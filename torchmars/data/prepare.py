@@ -259,7 +259,6 @@ def start_pool(encoder: Encoder, count: int) -> Iterator[Submit]:
 
     Raises `UserError` where one of them dies. They end with the body, and with this process.
     """
-    others = set(multiprocessing.active_children())
     pool: Executor = ThreadPoolExecutor(1)
     if count > 1:
         with as_here():
@@ -272,16 +271,13 @@ def start_pool(encoder: Encoder, count: int) -> Iterator[Submit]:
 
     try:
         yield submit
-    except BaseException as error:
-        for process in set(multiprocessing.active_children()) - others:
-            process.kill()
-        if isinstance(error, BrokenProcessPool):
-            raise UserError(
-                "a process that tokenises has died: start again to continue; with less memory, set "
-                "data.processes lower"
-            ) from None
-        raise
+    except BrokenProcessPool:
+        raise UserError(
+            "a process that tokenises has died: start again to continue; with less memory, set "
+            "data.processes lower"
+        ) from None
     finally:
+        # Blocks in work are done first: who killed a process that writes would wait for its rest.
         pool.shutdown(cancel_futures=True)
 
 
