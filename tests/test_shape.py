@@ -13,16 +13,16 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 50, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 35_880
+IN_ALL = 35_390
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
-    "cluster": 2_554,
+    "cluster": 2_530,
     "commands": 1_680,
     "comparison": 1_760,
     "config": 3_150,
     "core": 2_052,
-    "data": 3_600,
+    "data": 3_130,
     "evaluation": 548,
     "exchange": 2_124,
     "models": 1_906,
