@@ -266,9 +266,10 @@ class LanguageModel:
             layout = connection.start(ParallelismConfig())
             asked = read_tasks(names, shots, limit)
             scorer = Scorer(*load_sharded_model(self.folder, layout, "float32"), batch_size)
+            every = [] if text is None else windows_of_files(text, scorer)[:limit]
             found = {} if asked is None else asked.ask(scorer)
             if text is not None:
-                found[text] = measure_text(scorer, windows_of_files(text, scorer)[:limit])
+                found[text] = measure_text(scorer, every)
         return found
 
 

@@ -31,7 +31,9 @@ every_shape = pytest.mark.parametrize("family,args", SHAPES, ids=NAMES)
 
 
 def test_every_family_is_here():
-    assert {family for family, _ in SHAPES} == {family_of(name) for name in MODELS}
+    families = {family_of(name) for name in MODELS}  # those of other tests may be among them
+    ours = {family for family in families if family.__module__.startswith("torchmars.")}
+    assert {family for family, _ in SHAPES} == ours
 
 
 @every_shape

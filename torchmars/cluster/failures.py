@@ -4,6 +4,7 @@ When one dies, the others lose their connections to it and fail too. Those failu
 """
 
 import contextlib
+import math
 import os
 import re
 import selectors
@@ -26,6 +27,7 @@ from torchmars.core.errors import ERROR_FILE, EXIT_HUNG
 from torchmars.core.files import open_to_write
 
 TRACEBACK = re.compile(r"\[rank\d+\]: ")  # begins each line of a traceback of torch's
+LEFT_SECONDS = 2.0  # for what ranks that have ended have printed
 LAST_LINES = 10  # of a rank, to be shown once it has failed
 FALLOUT_MESSAGE = re.compile(
     r"LostRank|Dist(Network|Store|Backend)Error|closed by peer|reset by peer|broken pipe|"
@@ -90,7 +92,7 @@ class RankLogs(LogsSpecs):
     def close(self) -> None:
         """Wait until all that was printed has been written, and close the pipes."""
         self.ended.set()
-        if self.thread is not None:
+        if self.thread is not None and self.thread.ident is not None:
             self.thread.join()
         for key in list(self.pipes.get_map().values()):
             self.pipes.unregister(key.fd)
@@ -113,13 +115,15 @@ class RankLogs(LogsSpecs):
         return None
 
     def _pump(self) -> None:
+        until = math.inf  # a process that a rank has left behind may print for ever
         while True:
-            ended = self.ended.is_set()  # first: what was printed before is read after
+            if ended := self.ended.is_set():  # first: what was printed before is read after
+                until = min(until, time.monotonic() + LEFT_SECONDS)
             ready = self.pipes.select(timeout=0.1)
             for key, _ in ready:
                 with contextlib.suppress(BlockingIOError):
                     key.data.write(os.read(key.fd, 2**16))
-            if ended and not ready:
+            if ended and (not ready or time.monotonic() > until):
                 return
 
 

@@ -72,7 +72,7 @@ class RankLauncher:
 
     def __init__(self, job: Job, meeting: Machines) -> None:
         self.job, self.meeting, self.logs = job, meeting, job.logs
-        meeting.reached, meeting.without_place = job.reached, self._without_place
+        meeting.reached, meeting.without_place = self.reached, self._without_place
         self.elastic = meeting.own.sizes.asked.elastic
         self.context: PContext | None = None
         scratch = job.logs.scratch
@@ -82,6 +82,7 @@ class RankLauncher:
         self.signalled: tuple[signal.Signals, float] | None = None
         # The step at the last end of a round that others caused, and how many may follow.
         self.furthest, self.fallouts = 0, FALLOUTS + job.max_restarts
+        self.last_reached = 0
 
     def run(self) -> int:
         """Return the exit code of this machine."""
@@ -107,9 +108,18 @@ class RankLauncher:
             say_error(f"the launcher on {node} failed: {type(error).__name__}: {error}")
             return 1
         finally:
+            for number in (*process.stopping(), signal.SIGQUIT):  # it ends within seconds
+                signal.signal(number, signal.SIG_IGN)
             self._kill()
-            meeting.shutdown()
+            with contextlib.suppress(Exception):  # what the thread has met was told
+                meeting.shutdown()
             self.logs.close()
+
+    def reached(self) -> int:
+        """Return the last step that the run has reported, as far as this machine can read it."""
+        with contextlib.suppress(UserError):  # a shared folder may fail for a moment
+            self.last_reached = self.job.reached()
+        return self.last_reached
 
     def one_round(self) -> int | None:
         """Meet, start ranks, wait for their end. Return the run's exit code, if it has ended."""
@@ -250,7 +260,7 @@ class RankLauncher:
         if planned and doc.failed_in != meeting.round:
             say(*labelled("machines", f"{why}: all ranks start again"))
             return None
-        reached, self.furthest = self.furthest, max(self.furthest, self.job.reached())
+        reached, self.furthest = self.furthest, max(self.furthest, self.reached())
         if doc.failed_in == meeting.round:
             left = self.job.max_restarts - doc.failures
         else:

@@ -189,8 +189,8 @@ def follow_launcher() -> None:
     several machines the others go on without this one, so the process ends at once. A process that
     was started alone has no launcher.
     """
-    # A launcher ends its ranks by SIGQUIT. Processes that a script starts in the background ignore
-    # it.
+    # torchrun may end its ranks by SIGQUIT, which processes ignore that a script starts in the
+    # background.
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = int(os.environ.get(LAUNCHER, os.getppid()))

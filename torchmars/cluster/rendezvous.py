@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.elastic.rendezvous import (
@@ -43,6 +44,7 @@ LOOK_SECONDS = 0.25  # between two looks at the document
 STILL_SECONDS = 1.0  # of a pause between looks that count: this machine may stand still itself
 MARGIN_SECONDS = 2.0  # before a machine's time to come is over, it can still form a round
 LEAVE_SECONDS = 2.0  # for others that are sent the same signal as one which leaves
+BACK_SECONDS = 600.0  # that a machine which beats may take to come back from its round
 END_SECONDS = 5.0  # that the store may take at the end, and the others where they meet here
 
 
@@ -108,10 +110,13 @@ class Machines(RendezvousHandler):
         """Wait for the machines of the next round. Raises `UserError` for other sizes."""
         begin, about = time.monotonic(), [self.own.name, self.own.address, free_port()]
         deadline, self.spare = begin + self.own.timeout, False
+        seen, since = -1, begin  # the round, and when it was first seen
         while True:
             doc, now = self.look(), time.monotonic()
             if doc and self.me in doc.all():
                 self.run = doc.run
+            if doc and doc.round != seen:
+                seen, since = doc.round, now
             if doc and self.run >= 0 and (doc.run != self.run or doc.closed):
                 raise RendezvousClosedError(self.ending())
             if doc and self.me in doc.members and doc.round > self.round:
@@ -124,6 +129,8 @@ class Machines(RendezvousHandler):
             elif doc and self.me in doc.here:
                 if doc.expected:  # they live, and their ranks have not ended yet
                     deadline = now + self.own.timeout
+                    if now > since + BACK_SECONDS:
+                        self.change(partial(self._give_up, number=seen))
                 if self._ready(doc, begin):
                     self.change(lambda found: self._form(found, begin))
             else:
@@ -166,7 +173,7 @@ class Machines(RendezvousHandler):
                     break
                 self.look()
                 time.sleep(0.05)
-            if not self.left:
+            if not self.left and self.connected:
                 self.change(lambda doc: doc.drop([self.me], "has ended"), END_SECONDS)
             self.left = True
         return self.left
@@ -238,10 +245,11 @@ class Machines(RendezvousHandler):
         needs = doc.needs(self.usable)
         if needs != "stop" and now < max(self.begun, self.leaving_since) + LEAVE_SECONDS:
             needs = ""
-        if not (needs or doc.ask) and doc.may_grow(self.usable):
-            reached, late = self.reached(), now >= self.begun + self.own.join_seconds
+        late = now >= self.begun + self.own.join_seconds
+        if late and not (needs or doc.ask) and doc.may_grow(self.usable):
+            reached = self.reached()
             self.begun_at = min(self.begun_at, reached)  # the run may have gone back
-            needs = "memory" if late and reached > self.begun_at else ""
+            needs = "memory" if reached > self.begun_at else ""
 
         def ask(doc: Document) -> None:
             doc.ask = max(doc.ask, needs, key=ASKS.index)
@@ -348,6 +356,11 @@ class Machines(RendezvousHandler):
         """Return whether a run goes on, of whose machines one is here or was seen to live."""
         return bool({*doc.was} & {*self.live, self.me, *doc.here})
 
+    def _give_up(self, doc: Document, number: int) -> None:
+        """Drop the machines that beat and do not come back: their launchers may hang."""
+        if doc.round == number and self.me in doc.here:
+            doc.drop(doc.expected, "did not come back")
+
     def _form(self, doc: Document, begin: float) -> None:
         if self.me not in doc.here or not self._ready(doc, begin):
             return
@@ -362,8 +375,11 @@ class Machines(RendezvousHandler):
         count, due = 0, 0.0
         try:
             while not self.connected:
-                with contextlib.suppress(RuntimeError):  # nobody listens there yet
+                try:
                     self.store, self.connected = self.connect(), True
+                except RuntimeError:  # nobody listens there yet
+                    if self.own.holds_store:
+                        raise
                 time.sleep(0 if self.connected else LOOK_SECONDS)
             self.answers = 1
             while not (self.left and self.work.empty()):
@@ -382,7 +398,7 @@ class Machines(RendezvousHandler):
                     result.set_result(self._write(how))
                 self.answers += 1
         except RuntimeError as error:  # torch's `DistError`
-            self.error = RendezvousConnectionError(str(error).splitlines()[0])
+            self.error = RendezvousConnectionError((str(error) or "no reason").splitlines()[0])
         except Exception as error:
             self.error = error
 
@@ -405,6 +421,7 @@ class Machines(RendezvousHandler):
             if doc == self.document:
                 return doc
             doc.n, doc.by = doc.n + 1, self.me
+            read_document(text_of(doc))  # what the others would refuse ends this machine alone
             wanted, old = self._sealed(key, text_of(doc)), self.bytes
             found = self.store.compare_set(key, old.decode(), wanted)
             if found == old:  # so it answers for a key that is not there any more

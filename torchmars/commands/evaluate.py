@@ -94,14 +94,15 @@ def evaluate(options: Evaluate, names: list[str], layout: "Layout") -> None:
     model = load_sharded_model(options.model, layout, options.dtype, options.step)
     scorer = scoring.Scorer(*model, options.batch_size)
     found: dict[str, dict[str, dict[str, float]]] = {"tasks": {}, "texts": {}}
+    every = []
+    if text := options.text:
+        every = layout.on_all(lambda: scoring.windows_of_files(text, scorer))[: options.limit]
     if tasks is not None:
         with progress_bar("tasks", tasks.requests, "text", layout.first) as bar:
             found["tasks"] = tasks.ask(scorer, bar.update)
-    if text := options.text:
-        every = layout.on_all(lambda: scoring.windows_of_files(text, scorer))
-        windows = every[: options.limit]
-        with progress_bar(text, len(windows), "window", layout.first) as bar:
-            found["texts"][text] = scoring.measure_text(scorer, windows, bar.update)
+    if text:
+        with progress_bar(text, len(every), "window", layout.first) as bar:
+            found["texts"][text] = scoring.measure_text(scorer, every, bar.update)
     for each in found.values():
         layout.say(*(scoring.measures_in_words(*measured) for measured in each.items()))
     if (file := options.json) is not None:

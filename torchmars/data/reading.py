@@ -200,9 +200,6 @@ def line_blocks(stream: Any, each: Input, longest: int) -> Iterator[Numbered]:
         if len(rest) > longest:
             yield number, too_long(longest)
             number, rest, skipping = number + 1, b"", True
-    # What follows a stream of bzip2 or xz, and is none, is left out by their packages.
-    if text is not stream and stream.read(CHUNK).strip(b"\0"):
-        raise LostFile(f"it is no more of {type(text).__name__}")
     if rest:
         yield number, rest
 
@@ -221,9 +218,44 @@ def unpacked(stream: Any, name: str) -> Any:
             return stream
         if found.lastgroup == "zstd":
             stream = io.BufferedReader(ZstdStream(stream, name), CHUNK)
+        elif found.lastgroup == "gzip":
+            stream = gzip.open(stream)
         else:
-            stream = {"gzip": gzip, "xz": lzma, "bz2": bz2}[str(found.lastgroup)].open(stream)
+            begin = {"xz": lzma.LZMADecompressor, "bz2": bz2.BZ2Decompressor}[str(found.lastgroup)]
+            stream = io.BufferedReader(Streams(stream, begin), CHUNK)
     raise LostFile(f"it is packed more than {DEEPEST} times")
+
+
+class Streams(io.RawIOBase):
+    """What streams of xz or bzip2 hold. Their packages leave out what follows one and is none."""
+
+    def __init__(self, stream: Any, begin: Callable[[], Any]) -> None:
+        self.stream, self.begin, self.left = stream, begin, b""
+        self.one: Any = None
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes, or none at the end. Raises `EOFError`, `OSError` and `LZMAError`."""
+        while True:
+            data = b""
+            if self.one is None or self.one.needs_input:
+                data, self.left = self.left or self.stream.read(CHUNK), b""
+                if not data and self.one:
+                    raise EOFError("it is cut short")
+                if not data:
+                    return 0
+                if self.one is None and not (data := data.lstrip(b"\0")):  # padding
+                    continue
+            self.one = self.one or self.begin()
+            found = self.one.decompress(data, len(buffer))
+            if self.one.eof:
+                self.left, self.one = self.one.unused_data, None
+            if found:
+                buffer[: len(found)] = found
+                return len(found)
 
 
 class ZstdStream(io.RawIOBase):

@@ -112,6 +112,13 @@ class Tokenizer(Protocol):
         Ids without text, those of padding rows of the token table, give none.
         """
 
+    def is_settled(self, tokens: list[int]) -> bool:
+        """Return whether the text of token ids stays as it is, whatever tokens follow.
+
+        A letter's first bytes, which decode to U+FFFD, are left to the caller.
+        """
+        return True
+
 
 class BytePairTokenizer(Tokenizer, Protocol):
     """A tokenizer each of whose tokens stands for some bytes."""
@@ -256,11 +263,12 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def put_before(self) -> list[int]:
+        own = self._tokenizer  # it says what to install, where the package is missing
         from tokenizers import Tokenizer, models
 
         # A token of another tokenizer, so that no text and no vocabulary plays a part.
         any_token = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
-        whole = self._tokenizer.post_process(any_token, None, True)
+        whole = own.post_process(any_token, None, True)
         return whole.ids[: [*whole.special_tokens_mask, 0].index(0)]
 
     def number(self, token: str) -> int | None:
@@ -295,10 +303,18 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def ends_of_model(self) -> list[int]:
-        """The ids that end a text by what the model says that lies beside the file; mostly none."""
+        """The ids that end a text by what the model says that lies beside the file; mostly none.
+
+        Raises `UserError` for a file that names no token ids.
+        """
         for name in NAMING_ENDS:
-            if (found := self.table(name).get("eos_token_id")) not in (None, []):
-                return found if isinstance(found, list) else [found]
+            found = self.table(name).get("eos_token_id")
+            ends = found if isinstance(found, list) else [] if found is None else [found]
+            if not all(type(number) is int and number >= 0 for number in ends):
+                file = self.path.with_name(name)
+                raise UserError(f"{file}: eos_token_id is {found!r}, no token id: correct it")
+            if ends:
+                return ends
         return []
 
     def copy_to(self, folder: Path) -> None:
@@ -329,6 +345,14 @@ class FileTokenizer(Tokenizer):
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def is_settled(self, tokens: list[int]) -> bool:
+        """Return False after a token that stands for a byte: one that is no part of a letter makes
+        all of those before it unknown, up to the last one that is no byte."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}  # without text
+        last = next((token for token in reversed(tokens) if token not in special), None)
+        return last is None or not self.token(last).startswith("<0x")  # as sentencepiece has them
 
 
 @lru_cache(maxsize=4)  # a run asks for its tokenizer in several places

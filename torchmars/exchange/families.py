@@ -8,9 +8,10 @@ import contextlib
 import copy
 import logging
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
-from torchmars.core.errors import UserError, needs_package
+from torchmars.core.errors import UserError, missing_package, needs_package
 from torchmars.exchange.deepseek_family import DeepseekFamily
 from torchmars.exchange.family import Counterpart, Family, ModelKind, require_all, whole_number
 from torchmars.exchange.gpt2_family import GPT2Family
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
 # Kinds that transformers does not know, whose files are as those of another.
 READ_AS = {"kimi_k2": "deepseek_v3"}
 MOST_BLOCKS = 1_000
+OLDEST = 5, 24  # version of transformers: 5.8 has rotary positions of OLMo 3 in another form
 # Names of the number of experts. Which of them is written depends on the version.
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # What makes a model one that we have not, by its key, and what to do.
@@ -89,6 +91,8 @@ def as_its_class_has_it(name: str, kind: ModelKind, given: Mapping[str, Any]) ->
     """
     with needs_package("transformers", "a folder of transformers", "hf"):
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    if tuple(map(int, version("transformers").split(".")[:2])) < OLDEST:
+        raise missing_package("transformers>=5.24", "a folder of transformers", "hf")
     if name not in CONFIG_MAPPING:
         raise UserError(f"its model_type {name} is not in this version of transformers: renew it")
     cls = CONFIG_MAPPING[name]
@@ -110,11 +114,12 @@ def as_its_class_has_it(name: str, kind: ModelKind, given: Mapping[str, Any]) ->
     blocks = same.get(kind.keys["n_layer"], kind.keys["n_layer"])
     if blocks in values and whole_number(values, blocks) > MOST_BLOCKS:
         raise UserError(f"its {said[blocks]} is {values[blocks]}: it must be at most {MOST_BLOCKS}")
+    before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # transformers says what nobody here asked it
     try:
         made = config_made_by(cls, values, said)
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
     return {key: getattr(made, key) for key in read if hasattr(made, key)}
 
 

@@ -177,6 +177,8 @@ def model_in(folder: Path, tables: Tables) -> FolderModel:
 
 def check_tokenizer(folder: Path, found: FolderModel) -> None:
     """Raise `UserError` if it is not a tokenizer, or has ids that the model has no rows for."""
+    if "data" not in found.tables:
+        return  # it has none, which is told elsewhere
     if reason := files.no_content(folder / TOKENIZER):
         raise UserError(f"its {TOKENIZER} cannot be read: {reason}")
     tokenizer, rows = load_tokenizer(found.config.data.tokenizer), found.model.vocab_rows

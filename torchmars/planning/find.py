@@ -9,7 +9,7 @@ from typing import Any
 
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
-from torchmars.planning.plan import RESERVED, SPEEDS, Plan, costs_of
+from torchmars.planning.plan import RESERVED, SPEEDS, Plan, check_machines, costs_of
 from torchmars.records.gpus import GIB
 
 SHOWN = 8  # layouts of the table
@@ -37,6 +37,7 @@ def find_layouts(
     """
     if not per_node:
         raise UserError("--find is for GPUs: set --gpus-per-node, the GPUs of each machine")
+    check_machines(world_size, per_node)
     plans = list(planned(config, world_size, per_node))
     if not plans:
         raise UserError(

@@ -51,7 +51,7 @@ def entries_of(weight: Weight, degrees: Degrees) -> tuple[int, int, int]:
         shards = shards * degrees.tp // degrees.ep
     elif weight.cut in ROWS:
         shape[0] //= degrees.tp
-    elif weight.cut == "columns":
+    elif weight.cut == "columns" and len(shape) > 1:  # its bias is whole
         shape[1] //= degrees.tp
     gathered = math.prod(shape)
     # Stacks by matrices, or else by their rows: `stack_placement` of parallel/fsdp.py.

@@ -216,13 +216,18 @@ def plan_run(config: ResolvedConfig, world_size: int, per_node: int) -> Plan:
 
     Raises `UserError` if the config does not divide.
     """
+    check_machines(world_size, per_node)
+    costs, config = costs_of(config, per_node)
+    return Plan(costs, config, world_size, per_node, prepared_data(config))
+
+
+def check_machines(world_size: int, per_node: int) -> None:
+    """Raise `UserError` unless ranks fill machines of `per_node` GPUs."""
     if per_node and world_size > per_node and world_size % per_node:
         raise UserError(
             f"--world-size {world_size} does not fill machines of --gpus-per-node {per_node}: "
             f"choose a multiple of {per_node}"
         )
-    costs, config = costs_of(config, per_node)
-    return Plan(costs, config, world_size, per_node, prepared_data(config))
 
 
 def check_gpu_memory(config: ResolvedConfig, sizes: UsableSizes) -> None:

@@ -201,7 +201,7 @@ class Trainer:
         how, _ = process.asked()
         own = self.signals.received is not None
         if process.fewest_ranks() is not None:  # its launcher, which is told too, may leave alone
-            own = own and time.monotonic() - self.signals.received_at > LAUNCHER_SECONDS
+            own = own and not how and time.monotonic() - self.signals.received_at > LAUNCHER_SECONDS
         flags = StepFlags(
             stop=how == "stop" or own,
             gone=self.layout.first and is_gone(self.config.run.lock),

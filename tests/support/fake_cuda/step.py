@@ -286,7 +286,6 @@ def fake_model(
             config.activation_checkpoint,
             layout,
             DEVICE,
-            memory=fake,
             find_starts=some_starts if config.data.separate_documents else None,
         )
     return model, fake
