@@ -87,9 +87,7 @@ def test_the_command_measures_the_same_of_the_run_and_of_its_export(trained, tmp
     assert exported["texts"][str(text)] == pytest.approx(own, rel=1e-4)
 
     byte_pair_tokenizer(*ours[:2], {"<|endoftext|>": 999}).save(str(folder / "tokenizer.json"))
-    mistake(
-        folder, *options, message="largest id of its tokenizer is 999, and the model has 320 rows"
-    )
+    mistake(folder, *options, message="largest id of its tokenizer is 999, and the model has 320")
     (folder / "tokenizer.json").unlink()
     mistake(folder, *options, message="has no tokenizer.json: put the model's file there")
 

@@ -1,13 +1,10 @@
-"""Tasks of EleutherAI's harness, lm_eval (0.4.13), asked of a model on any layout.
+"""Tasks of EleutherAI's lm_eval, asked of a model on any layout. No other file imports lm_eval."""
 
-This is the only file that imports lm_eval. It is imported where a user names tasks.
-"""
-
-import logging
 import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -81,12 +78,9 @@ class Tasks:
         task.set_fewshot_seed(SEED)
         with told_in_a_line(f"cannot ask the task {name}"):
             task.build_all_requests(limit=self.limit, rank=0, world_size=1)
-            of_rows: dict[int, list[Any]] = {}
-            for each in task.instances:
-                if each.request_type == "loglikelihood":
-                    of_rows.setdefault(each.doc_id, []).append(each)
-            # A row, or a function of the user's, may fail at its answer alone.
-            for some in of_rows.values():  # as if the model had answered
+            asked = (each for each in task.instances if each.request_type == "loglikelihood")
+            for _, of_row in groupby(asked, key=lambda each: each.doc_id):
+                some = [*of_row]  # whose answer, or the user's function of it, may fail
                 task.process_results(some[0].doc, [(-1.0, False)] * len(some))
         self.requests += len(task.instances) * task.config.repeats
 
@@ -126,9 +120,6 @@ def lm_evals_own(device: torch.device) -> Iterator[None]:
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # else it forks this rank, with its threads, to bootstrap
     python, numpy, shown = random.getstate(), np.random.get_state(), tqdm.__init__
-    log = logging.getLogger("lm_eval")
-    level = log.level
-    log.setLevel(logging.ERROR)  # it warns of what a short YAML leaves to defaults
     tqdm.__init__ = lambda bar, *args, **options: shown(bar, *args, **options | {"disable": True})
     try:
         with torch.random.fork_rng([device] if is_gpu(device.type) else []):
@@ -140,7 +131,6 @@ def lm_evals_own(device: torch.device) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         tqdm.__init__ = shown
-        log.setLevel(level)
 
 
 @contextmanager
