@@ -57,7 +57,7 @@ def shown(start):
     [
         ("run       runs/play", ["train"]),
         ("run           step", ["runs", "plot"]),
-        ("text        tokens", ["evaluate"]),
+        ("unseen.txt tokens", ["evaluate"]),
         ("play-hf: 27 tensors", ["export"]),
     ],
 )

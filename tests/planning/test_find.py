@@ -75,13 +75,13 @@ FOUND = sorted({(row["args"].split()[0], row["ranks"]) for row in ROWS if row["k
 
 @pytest.mark.parametrize("file,ranks", [pytest.param(*each, marks=FULL) for each in FOUND])
 def test_the_named_layout_is_the_best_of_the_exact_ones(file, ranks):
-    """Or its exact time is within 5% of the best one's, of those that fit a GPU of 80 GiB."""
+    """Or its exact time is within 5% of the best one's. By its exact peak it fits 80 GiB."""
     torch.set_num_threads(1)
     exact = {
         row["args"].removeprefix(file).strip(): float(row["seconds"])
         for row in ROWS
         if (row["kind"], row["args"].split()[0], row["ranks"]) == ("find", file, ranks)
-        and int(row["peak"]) < 72 * GIB
+        and int(row["peak"]) < 80 * GIB
     }
     *_, named, _ = find_layouts(load_config([file], "in a test"), int(ranks), PER_NODE, 80 * GIB)
     options = named.removeprefix("the fastest that fits: ").replace("the config as it is", "")

@@ -249,14 +249,10 @@ class LayoutMemory:
             for rank in range(degrees.pp)
         ]
         """The stages of each rank of the pipeline."""
+        self.rows = costs.model.vocab_rows // degrees.tp  # of the head, on a rank
         self.chunks = math.ceil(self.tokens / cuts.chunk_tokens(device, self.rows))
         self.ranks = [self.rank(rank) for rank in range(degrees.pp)]
         """The memory of each rank of the pipeline, or of the only one."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of the head that a rank has."""
-        return self.costs.model.vocab_rows // self.degrees.tp
 
     def entries(self, weights: Iterable[Weight]) -> tuple[int, int]:
         """Return how many entries of weights a rank computes with, and those of its shards."""
@@ -352,12 +348,12 @@ class LayoutMemory:
             rest = sum(part.kept * (1 - 1 / max(1, len(part.units))) for part in parts)
             yield rest + (b + 4) * largest, before + still, "the reduction of gradients"
         loss, head = self.loss()
-        counts = self.in_flight(rank, len(parts))
-        kept = self.mask + sum(count * part.kept for count, part in zip(counts, parts))
-        part = parts[-1]
-        yield kept + part.again + part.last * head, before + at_block, "a block's backward pass"
-        if part.last:
-            yield kept + loss, before + at_loss, "the loss"
+        for counts, part in self.in_flight(rank, parts):
+            kept = self.mask + sum(count * each.kept for count, each in zip(counts, parts))
+            again = part.again + part.last * head
+            yield kept + again, before + at_block, "a block's backward pass"
+            if part.last:
+                yield kept + loss, before + at_loss, "the loss"
 
     def gathered_units(self, part: Stage, reduced: int) -> tuple[int, int]:
         """Return what is gathered of units while the loss is computed, and the last block's pass.
@@ -380,14 +376,19 @@ class LayoutMemory:
         many = len(rows) * min(self.degrees.pp, self.microbatches) if self.mode == "none" else 1
         return self.tokens * max(rows) * many
 
-    def in_flight(self, rank: int, places: int) -> list[int]:
-        """Return how many microbatches each of the rank's stages keeps before the first goes back.
+    def in_flight(self, rank: int, parts: list[Stage]) -> Iterator[tuple[list[int], Stage]]:
+        """Yield of how many microbatches each of the rank's stages keeps what passed, and which
+        stage goes back next.
 
         Source: Narayanan et al. 2021, arXiv 2104.04473.
         """
-        ranks, every = self.degrees.pp, self.microbatches * places
+        ranks, places = self.degrees.pp, len(parts)
+        every = self.microbatches * places if ranks > 1 else 1
         most = ranks - rank if places == 1 else 2 * (ranks - rank - 1) + (places - 1) * ranks + 1
-        if self.parallelism.pp_schedule == "GPipe":
-            most = every
-        most = min(most, every) if ranks > 1 else 1
-        return [sum(n // ranks % places == place for n in range(most)) for place in range(places)]
+        most = every if self.parallelism.pp_schedule == "GPipe" else min(most, every)
+        counts = [sum(n // ranks % places == place for n in range(most)) for place in range(places)]
+        for done in range(min(ranks * places, every - most) + 1):
+            back = places - 1 - done // ranks % places
+            yield [*counts], parts[back]
+            counts[back] -= 1
+            counts[(most + done) // ranks % places] += 1
