@@ -28,7 +28,7 @@ OF_ROOMS = {
     "models": 1_906,
     "optim": 5_200,
     "parallel": 2_955,
-    "planning": 1_350,
+    "planning": 1_351,
     "records": 970,
     "reports": 600,
     "storage": 660,
