@@ -228,7 +228,7 @@ def judge_counts(found, exact, ranks):
     counts = merged(found, [each["counts"] for each in ranks])
     for number, truth in exact.found.items():
         if not torch.equal(counts[f"balance.{number}.counts"], truth.long()):
-            if exact.nearest < 1e-6:
+            if exact.nearest < 1e-5:  # of draw 195 one rank in float32 chooses otherwise too
                 raise NearTie
             found.note("counts", 1.0, 0, number)
     choices = torch.stack([*exact.found.values()])
