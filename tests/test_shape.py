@@ -21,7 +21,7 @@ OF_ROOMS = {
     "commands": 1_680,
     "comparison": 1_760,
     "config": 3_150,
-    "core": 2_052,
+    "core": 2_053,
     "data": 3_180,
     "evaluation": 550,
     "exchange": 2_130,

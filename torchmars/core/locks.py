@@ -20,15 +20,15 @@ PATIENCE = 60.0  # seconds that a process may take to end
 OWNER = re.compile(rb"(process \d+ on .+, since .+)?")
 
 
-def lock(file: Path, doing: str, patience: float = PATIENCE, over: bool = False) -> int | None:
+def lock(file: Path, doing: str, patience: float | None = None, over: bool = False) -> int | None:
     """Keep other processes from doing the same as this one (`doing`) while it lives.
 
     Or until it closes the descriptor that is returned; None if there are no locks.
 
-    It waits `patience` seconds for one that is about to end. Raises `UserError` if that one does
-    not. Where that one is known to be `over`, though its machine stands still and keeps the lock, a
-    file that this process has locked takes the place of that one's. The file names the process that
-    has the lock. Raises `UserError` for a link and for any other file.
+    It waits `patience` seconds, by default `PATIENCE`, for one that is about to end. Raises
+    `UserError` if that one does not. Where it is known to be `over`, though its machine stands
+    still and keeps the lock, a file that this process has locked takes the place of its own. The
+    file names the process that has the lock. Raises `UserError` for a link and any other file.
     """
     foreign = UserError(f"{file} is no lock, and is left as it is: move it away")
     if os.path.islink(file) or os.path.exists(file) and not os.path.isfile(file):
@@ -36,6 +36,7 @@ def lock(file: Path, doing: str, patience: float = PATIENCE, over: bool = False)
     # The folder may not be writable, which is reported later; the file system may have no locks.
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
+        patience = PATIENCE if patience is None else patience
         deadline, waits = time.monotonic() + patience, False
         while True:
             descriptor = open_to_write(file, os.O_RDWR)
@@ -113,7 +114,7 @@ def is_locked(file: Path, local: bool = False) -> bool | None:
 
 
 @contextlib.contextmanager
-def locked(file: Path, doing: str, patience: float = PATIENCE) -> Iterator[None]:
+def locked(file: Path, doing: str, patience: float | None = None) -> Iterator[None]:
     """Hold a `lock` in the body. Raises `UserError` as it does."""
     descriptor = lock(file, doing, patience)
     try:
