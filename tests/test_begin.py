@@ -91,7 +91,8 @@ def test_the_script_before_the_installation_is_one_line(bare, tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
         f"error: no Python here has torchmars: python3 -m venv {project}/.venv && "
-        f"{project}/.venv/bin/pip install -e {project} makes one that this script finds, or "
+        f"{project}/.venv/bin/pip install -e {project} "
+        f"-c {project}/constraints.txt makes one that this script finds, or "
         "install it, or activate the environment that has torchmars\n"
     )
     ended = bare(script, folder=ROOT)  # where Python finds it, but not what it needs
