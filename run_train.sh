@@ -58,8 +58,8 @@ done
 trap - INT
 made="python3 -m venv $root/.venv && $root/.venv/bin/pip install -e $root -c $root/constraints.txt"
 [ -n "$python" ] || {
-    made="${root:+$made makes one that this script finds, or }install it, or activate"
-    echo "error: no Python here has torchmars: $made the environment that has torchmars" >&2 && exit 2
+    made="${root:+$made makes one that this script finds, or }install it, or activate the"
+    echo "error: no Python here has torchmars: $made environment that has torchmars" >&2 && exit 2
 }
 files=("${CONFIG_FILE-quickstart.toml}")
 [ -e "${files[0]}" ] || read -r -d '' -a files <<< "${files[0]}" || true  # several names
