@@ -22,7 +22,7 @@ from tests.support.commands import SECONDS, begun, needs_proc, ranks_of, start_r
 from tests.support.full import FULL, full_but
 from tests.support.machines import Way, free_endpoint
 from torchmars.cluster import connection, process, rendezvous
-from torchmars.cluster.document import Document, read_document, write_document
+from torchmars.cluster.document import Document, read_document
 from torchmars.cluster.endpoint import open_meeting
 from torchmars.cluster.environment import beat_seconds, lost_seconds
 from torchmars.cluster.rendezvous import Machines, Self
@@ -237,9 +237,9 @@ def hostile_values(secret):
     values = [b"", b"-", b"- ", b"hello", b"\xff" * 99, b"- " + b"[" * 10**5, b"0" * 64 + b" {}"]
     for number in range(23):
         forged = Document("e" * 16, n=number * 1000, round=number, closed="done" * (number % 2))
-        values.append(f"{'- ' if number % 3 else 'f' * 64 + ' '}{write_document(forged)}".encode())
+        values.append(f"{'- ' if number % 3 else 'f' * 64 + ' '}{forged.text()}".encode())
     for _ in range(300):
-        raw = bytearray(f"- {write_document(good)}".encode())
+        raw = bytearray(f"- {good.text()}".encode())
         for _ in range(chance.randint(1, 9)):
             raw[chance.randrange(len(raw))] = chance.randrange(256)
         values.append(bytes(raw))
@@ -325,7 +325,7 @@ def forge(stranger, ran):
     me = "a" * 16
     doc.members, doc.here, doc.formed, doc.n = [me, *doc.here], [], True, doc.n + 1
     doc.machines[me] = ["stranger", "localhost", 9]
-    stranger.set(KEY, f"{digest} {write_document(doc)}")
+    stranger.set(KEY, f"{digest} {doc.text()}")
 
 
 def code_of(stranger, ran):

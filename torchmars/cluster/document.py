@@ -61,6 +61,10 @@ class Document:
         """Return the names of machines, in words."""
         return ", ".join(sorted({self.machines[each][0] for each in machines}))
 
+    def text(self) -> str:
+        """Return the text of which `read_document` makes this again."""
+        return json.dumps(asdict(self))
+
     def begin_run(self) -> None:
         """Let another run begin, since the one before has ended."""
         kept = {name: getattr(self, name) for name in ("n", "code", "code_of")}
@@ -158,11 +162,6 @@ class Document:
 def largest(usable: Sequence[int], machines: int) -> int:
     """Return with how many of so many machines the run goes; 0: with none."""
     return max((each for each in usable if each <= machines), default=0)
-
-
-def write_document(document: Document) -> str:
-    """Return the text of a document."""
-    return json.dumps(asdict(document))
 
 
 def read_document(text: str) -> Document:

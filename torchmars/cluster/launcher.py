@@ -53,8 +53,8 @@ class Job:
     """What a launcher starts: a command on some ranks, for a run.
 
     The machines meet at `rendezvous`, as users know it. `hang` is the folder of the watchdogs.
-    `reached` returns the last step that the run has reported, and `record` is called with the first
-    failure, on the machine that had it.
+    `reached` returns the last step that the run has reported, and `record` is called with it and
+    the first failure, on the machine that had it.
     """
 
     command: list[str]
@@ -64,7 +64,7 @@ class Job:
     hang: Path
     max_restarts: int
     reached: Callable[[], int]
-    record: Callable[[Failure], None]
+    record: Callable[[int, Failure], None]
 
 
 class RankLauncher:
@@ -133,7 +133,7 @@ class RankLauncher:
             self._ask_ranks()
             time.sleep(LOOK_SECONDS)
         failures = self._failures() if any(over.values()) else []
-        text = self.exit_code_file.read_text() if self.exit_code_file.exists() else ""
+        text = self._left_code()
         code = int(text or 0)
         if failures and not (text and all(each.is_fallout for each in failures)):
             return self._failed(failures)
@@ -145,6 +145,10 @@ class RankLauncher:
         if meeting.done(None) and self.signalled:
             return self._say_left(self.signalled[0])
         return self._tell_of_others(planned=True)
+
+    def _left_code(self) -> str:
+        """Return the exit code that a rank here has left, or ""."""
+        return self.exit_code_file.read_text() if self.exit_code_file.exists() else ""
 
     def _start(self, info: RendezvousInfo) -> None:
         """Start the ranks of this machine."""
@@ -240,7 +244,7 @@ class RankLauncher:
             return self._tell_of_others()
         if first.code == EXIT_HUNG:
             time.sleep(HANG_SECONDS)
-        job.record(first)
+        job.record(self.reached(), first)
         code = first.code if first.code >= 0 else 128 - first.code
         most = -1 if code == EXIT_MISTAKE else job.max_restarts
         said = first.in_words(self.logs)
@@ -355,7 +359,7 @@ class RankLauncher:
                 "listens on that port"
             )
             return EXIT_UNCONNECTED if process.may_meet_later() else EXIT_MISTAKE
-        left = self.exit_code_file.read_text() if self.exit_code_file.exists() else ""
+        left = self._left_code()
         if left in ("0", str(EXIT_STOPPED)):  # the machine whose ranks say so may be gone
             if left != "0":
                 say_stopped(f"and saved: {node} has lost the other machines ({text})")

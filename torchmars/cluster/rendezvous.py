@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchmars.cluster.document import ASKS, ENDED, LARGEST, Document, largest, read_document
-from torchmars.cluster.document import write_document as text_of
 from torchmars.cluster.endpoint import free_port
 from torchmars.cluster.environment import beat_seconds, lost_seconds
 from torchmars.cluster.sizes import UsableSizes
@@ -421,8 +420,8 @@ class Machines(RendezvousHandler):
             if doc == self.document:
                 return doc
             doc.n, doc.by = doc.n + 1, self.me
-            read_document(text_of(doc))  # what the others would refuse ends this machine alone
-            wanted, old = self._sealed(key, text_of(doc)), self.bytes
+            read_document(doc.text())  # what the others would refuse ends this machine alone
+            wanted, old = self._sealed(key, doc.text()), self.bytes
             found = self.store.compare_set(key, old.decode(), wanted)
             if found == old:  # so it answers for a key that is not there any more
                 raise RendezvousConnectionError("their store has lost what it knew")

@@ -174,11 +174,11 @@ def meet(environment: Environment, sizes: UsableSizes, run_id: str) -> Machines:
     return Machines(run_id, own, connect)
 
 
-def record_failure(folder: Path, failure: Failure) -> None:
-    """Add the failure of a rank to the events of the run in `folder`."""
+def record_failure(folder: Path, step: int, failure: Failure) -> None:
+    """Add the failure of a rank, after `step`, to the events of the run in `folder`."""
     EventLog(folder).add(
         "failed",
-        last_step(folder / METRICS_FILE),
+        step,
         rank=failure.rank,
         machine=process.node(),
         code=failure.code,

@@ -101,7 +101,7 @@ def matching_files(
     if path == fixed and found != [path]:  # a folder
         packed = [end + more for end in ends for more in COMPRESSED if KINDS[kind].plain]
         others = [file for file in found if not file.name.endswith((*ends, *packed))]
-        found = [file for file in found if file not in set(others)]
+        found = [file for file in found if file.name.endswith((*ends, *packed))]
     left = ""
     if others:
         end = "".join(others[0].suffixes[-2:]) or others[0].name

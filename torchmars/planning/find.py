@@ -16,12 +16,9 @@ SHOWN = 8  # layouts of the table
 SHORTEST = 1024  # tokens of a sequence on a rank, below which kernels are slow
 # The options that are tried, besides the config's own.
 TRIED = {
-    "parallelism": (
-        *("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "pp_schedule", "pp_blocks"),
-        "accumulate",
-    ),
-    "training": ("microbatch_size",),
-    "activation_checkpoint": ("mode",),
+    "parallelism": "dp_replicate dp_shard tp cp ep pp pp_schedule pp_blocks accumulate".split(),
+    "training": ["microbatch_size"],
+    "activation_checkpoint": ["mode"],
 }
 MODES = ("none", "selective", "full")
 HEADINGS = f"{'s/step':>8}  {'GiB':>5}  {'waiting':>7}  {'microbatches':>12}  options"
@@ -81,7 +78,7 @@ def seconds(plan: Plan) -> float:
 
 def planned(config: ResolvedConfig, world_size: int, per_node: int) -> Iterator[Plan]:
     """Yield the plan of every layout that divides; tp and ep stay within machines."""
-    costs, config = costs_of(config, per_node)
+    costs, config, _ = costs_of(config, per_node)
     inside, longest = min(per_node, world_size), max(1, config.training.seq_len // SHORTEST)
     experts = math.gcd(inside, costs.model.experts) if costs.model.experts else 1
     sizes = sorted({1, 2, 4, config.training.microbatch_size or 1})

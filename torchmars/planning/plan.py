@@ -196,8 +196,10 @@ class Plan:
         return max(self.times) + optimizer
 
 
-def costs_of(config: ResolvedConfig, per_node: int) -> tuple[ModelCosts, ResolvedConfig]:
-    """Return the costs of a config's model and optimizer, and the config with resolved dtypes.
+def costs_of(
+    config: ResolvedConfig, per_node: int
+) -> tuple[ModelCosts, ResolvedConfig, Mixture | None]:
+    """Return the costs of a config's model, the config with resolved dtypes, and prepared data.
 
     Raises `UserError` for mistakes in them.
     """
@@ -207,8 +209,8 @@ def costs_of(config: ResolvedConfig, per_node: int) -> tuple[ModelCosts, Resolve
     data = prepared_data(config)
     vocab_size = data.vocab_size if data else load_tokenizer(config.data.tokenizer).vocab_size
     model = build_run_model(config, vocab_size)
-    optimizer = build_optimizer(config, model)
-    return ModelCosts(model, optimizer, getattr(torch, config.training.dtype).itemsize), config
+    itemsize = getattr(torch, config.training.dtype).itemsize
+    return ModelCosts(model, build_optimizer(config, model), itemsize), config, data
 
 
 def plan_run(config: ResolvedConfig, world_size: int, per_node: int) -> Plan:
@@ -217,8 +219,8 @@ def plan_run(config: ResolvedConfig, world_size: int, per_node: int) -> Plan:
     Raises `UserError` if the config does not divide.
     """
     check_machines(world_size, per_node)
-    costs, config = costs_of(config, per_node)
-    return Plan(costs, config, world_size, per_node, prepared_data(config))
+    costs, config, data = costs_of(config, per_node)
+    return Plan(costs, config, world_size, per_node, data)
 
 
 def check_machines(world_size: int, per_node: int) -> None:
@@ -239,7 +241,7 @@ def check_gpu_memory(config: ResolvedConfig, sizes: UsableSizes) -> None:
     if memory is None or config.parallelism.cpu_offload:
         return
     fewest, ranks = sizes.usable[0], sizes.ranks[0]
-    costs, config = costs_of(config, sizes.per_machine)
+    costs, config, _ = costs_of(config, sizes.per_machine)
     every = Plan(costs, config, ranks, sizes.per_machine).ranks
     kept = max(rank.weights + rank.gradients + rank.optimizer_state for rank in every)
     if kept <= memory:
