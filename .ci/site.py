@@ -4,27 +4,22 @@ The README is the first page, and the changelog is a page. The reference is made
 from the dataclasses of the config. Links to files that are no pages become the files' names.
 """
 
-import dataclasses
 import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+from annotated_types import Interval
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from torchmars.config import Config
-from torchmars.core.bounds import Bounds
-from torchmars.core.help import (
-    Option,
-    default_text,
-    documentation,
-    metavar,
-    options_of,
-    sections_of,
-)
-from torchmars.core.typed import table_in
+from torchmars.config.model import OWN, ModelConfig, model_section
+from torchmars.config.optimizer import OptimizerConfig
+from torchmars.config.sections import sections_of
+from torchmars.core.check import form_of, table_in
+from torchmars.core.cli import Option, documentation, once, options_of, section_text
+from torchmars.optim.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 OPTIM = """# torchmars.optim
@@ -95,34 +90,54 @@ def config_page() -> Iterator[str]:
     yield "Each is a key of a TOML file, and an option of commands: `--training.steps 100`."
     yield "A setting without a default is empty, or its meaning says what it follows from.\n"
     yield '<div class="settings" markdown>\n'
-    for name, text, kind in tables():
-        yield f"## [{name}]\n\n{text}\n"
+    for name, title, text, options, texts in tables():
+        yield f"## {title}\n\n{text}\n"
         yield "| setting | type | default | meaning |\n|---|---|---|---|"
-        texts = documentation(kind)
-        for each in options_of(kind):
-            if table_in(each.hint) is None:
-                default = default_text(each)
-                setting = f"`{each.name}`{{ #{name}.{each.name} }}"
-                cells = setting, type_of(each), f"`{default}`" if default else "", texts[each.name]
-                cells = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
-                yield f"| {' | '.join(cells)} |"
+        for each in options:
+            key, default = each.name.rpartition(".")[2], each.shown_default()
+            setting = f"`{key}`{{ #{name}.{key} }}"
+            cells = setting, type_of(each), f"`{default}`" if default else "", texts.get(key, "")
+            cells = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+            yield f"| {' | '.join(cells)} |"
         yield ""
     yield "</div>"
 
 
-def tables() -> Iterator[tuple[str, str, type]]:
-    """Yield the name of each table of a config, what it is about, and its type."""
-    for name, text, kind in sections_of(Config):
-        yield name, text, kind
-        for each in options_of(kind):
-            inner = typing.get_args(each.kind)[:1]
-            if typing.get_origin(each.kind) is list and dataclasses.is_dataclass(inner[0]):
-                yield f"{name}.{each.name}", documentation(kind)[each.name], inner[0]
+def tables() -> Iterator[tuple[str, str, str, list[Option], dict[str, str]]]:
+    """Yield the name of each table of a config, its title, what it is about, and its settings.
+
+    Those of a family or of a rule have a table of their own.
+    """
+    sections = sections_of() | {"model": ModelConfig, "optimizer": OptimizerConfig}
+    for name, others, kind in once(sections):
+        title = ", ".join(f"[{each}]" for each in (name, *others))
+        plain = [each for each in options_of(kind, name) if table_in(each.hint) is None]
+        yield name, title, section_text(kind), plain, documentation(kind)
+        for each in options_of(kind, name):
+            inner = table_in(each.hint)
+            if inner and typing.get_origin(each.kind) is list:
+                yield (
+                    each.name,
+                    f"[[{each.name}]]",
+                    section_text(inner),
+                    options_of(inner, each.name),
+                    documentation(inner),
+                )
+    common = {each.name for each in options_of(ModelConfig, "model")}
+    for family in OWN:
+        kind = model_section(family)
+        own = [each for each in options_of(kind, "model") if each.name not in common]
+        title = f"[model] of {family}"
+        yield f"model.{family}", title, section_text(OWN[family]), own, documentation(kind)
+    for rule in RULES.values():
+        own, title = options_of(rule.config, "optimizer"), f"[optimizer] of {rule.name}"
+        text = section_text(type(rule))
+        yield f"optimizer.{rule.name}", title, text, own, documentation(rule.config)
 
 
 def type_of(option: Option) -> str:
     """Return the type and the bounds of a field in words."""
-    found = [f"`{metavar(option.hint).replace('{', '').replace('}', '').replace(',', '` or `')}`"]
+    found = [f"`{form_of(option.hint).replace('{', '').replace('}', '').replace(',', '` or `')}`"]
     found += [words for mark in marks(option.hint) if (words := bounds_in_words(mark))]
     return ", ".join(found)
 
@@ -138,7 +153,9 @@ def marks(hint: typing.Any) -> Iterator[typing.Any]:
 
 def bounds_in_words(mark: typing.Any) -> str:
     """Return what a mark asks of a number; "" for other marks."""
-    if not isinstance(mark, Bounds) or not hasattr(mark, "low"):
+    if not isinstance(mark, Interval):
         return ""
-    low = f"{'more than' if mark.open_low else 'at least'} {mark.low:,}"
-    return low if mark.high == float("inf") else f"{low} and at most {mark.high:,}"
+    low = f"more than {mark.gt:,}" if mark.gt is not None else ""
+    low = f"at least {mark.ge:,}" if mark.ge is not None else low
+    high = f"at most {mark.le:,}" if mark.le not in (None, float("inf")) else ""
+    return " and ".join(filter(None, (low, high)))

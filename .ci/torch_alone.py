@@ -7,7 +7,17 @@ import torch
 from torchmars.optim import MARS, param_groups
 from torchmars.optim.rules import RULES
 
-ABSENT = ("numpy", "pydantic", "psutil", "rich", "safetensors", "tiktoken", "torchdata", "tqdm")
+ABSENT = (
+    "numpy",
+    "annotated_types",
+    "pydantic",
+    "psutil",
+    "rich",
+    "safetensors",
+    "tiktoken",
+    "torchdata",
+    "tqdm",
+)
 present = [name for name in ABSENT if importlib.util.find_spec(name)]
 assert not present, f"this environment has {present}"
 for rule in RULES:

@@ -11,12 +11,13 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import nn
 
+from torchmars import register
 from torchmars.config.fields import Mark
 from torchmars.config.llama import LlamaArgs
 from torchmars.config.model import MODELS
-from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 from torchmars.exchange.families import FAMILIES
 from torchmars.exchange.family import (
@@ -72,9 +73,9 @@ class Gemma3Args(LlamaArgs):
         "27b": size(62, 32, 5376, 21504, n_kv_head=16, head_dim=128, query_width=168) | LONG,
     }
 
-    query_width: Annotated[int, Range(1, 1_000_000), Mark.NO_SHAPE]
+    query_width: Annotated[int, Interval(ge=1, le=1_000_000), Mark.NO_SHAPE]
     """Attention logits are divided by its root. query_pre_attn_scalar there."""
-    rope_theta_window: Annotated[float, Range(1, 1e12)] = 10_000.0
+    rope_theta_window: Annotated[float, Interval(ge=1, le=1e12)] = 10_000.0
     """Base of the wavelengths of blocks with a window, which no scaling stretches."""
 
     def check(self) -> None:
@@ -222,5 +223,5 @@ class Gemma3Family(LlamaFamily):
         }
 
 
-FAMILIES["gemma3"] = Gemma3Family()
-MODELS["gemma3"] = "gemma3.Gemma3"
+register(FAMILIES, "gemma3", Gemma3Family())
+register(MODELS, "gemma3", Gemma3)

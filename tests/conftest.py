@@ -107,6 +107,7 @@ def own_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     from torchmars.config.model import MODELS
 
     monkeypatch.syspath_prepend(Path(__file__).parent / "support")
-    monkeypatch.setitem(MODELS, "plain", "own_family.Plain")
+    monkeypatch.setitem(MODELS, "plain", None)  # so that it is not there afterwards
+    del MODELS["plain"]
     yield importlib.import_module("own_family")
     del sys.modules["own_family"]

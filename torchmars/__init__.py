@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from torchmars.api import load as load
     from torchmars.api import make_plan as make_plan
     from torchmars.api import run_training as run_training
+    from torchmars.config.plugins import register as register
     from torchmars.core.errors import UserError as UserError
-    from torchmars.core.version import __version__ as __version__
+    from torchmars.core.formats import __version__ as __version__
     from torchmars.optim import MARS as MARS
     from torchmars.optim import param_groups as param_groups
     from torchmars.optim import transfer_factors as transfer_factors
@@ -30,9 +31,10 @@ PLACES = {
     "make_plan": "torchmars.api",
     "param_groups": "torchmars.optim",
     "read_run": "torchmars.records.run",
+    "register": "torchmars.config.plugins",
     "run_training": "torchmars.api",
     "transfer_factors": "torchmars.optim",
-    "__version__": "torchmars.core.version",
+    "__version__": "torchmars.core.formats",
 }
 __all__ = [*PLACES]
 

@@ -1,43 +1,41 @@
 """`torchmars COMMAND ...` = `python -m torchmars COMMAND ...`: one file of commands/ each."""
 
-import ast
 import importlib
 import sys
-from pathlib import Path
 
+from torchmars.commands import commands, print_commands
+from torchmars.core import formats
+from torchmars.core.check import nearest
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
-from torchmars.core.help import HELP
-from torchmars.core.options import choose
 
-VERSION = "--version"
-FOLDER = Path(__file__).parent / "commands"
-DESCRIPTION = "Pretraining of language models with the MARS family of optimizers."
+VERSION, HELP = "--version", ("-h", "--help")
 
 
 def main() -> None:
     """Run the command that the first argument names on the other arguments."""
     with exit_on_user_error():
-        known = commands()
-        args = sys.argv[1:]
+        args, known = sys.argv[1:], commands()
         if args[:1] and args[0] in HELP and args[1:]:  # --help COMMAND, or a section of settings
             args = [args[1], "--help"] if args[1] in known else ["train", *args]
-        if args[:1] and args[0].endswith(".toml"):
-            raise UserError(f"unknown command {args[0]!r}: did you mean torchmars train {args[0]}?")
-        command = choose(args, known | {VERSION: "Print the version."}, "torchmars", DESCRIPTION)
-        if command == VERSION:
-            from torchmars.core.version import __version__  # it reads files
+        if not args or args[0] in HELP:
+            return print_commands()
+        if args[0] == VERSION:
+            return say(f"torchmars {formats.__version__}")
+        if args[0] not in known:
+            raise no_command(args[0])
+        sys.argv = [f"torchmars {args[0]}", *args[1:]]
+        importlib.import_module(f"torchmars.commands.{args[0]}").main()
 
-            return say(f"torchmars {__version__}")
-        sys.argv = [f"torchmars {command}", *args[1:]]
-        importlib.import_module(f"torchmars.commands.{command.replace('-', '_')}").main()
 
-
-def commands() -> dict[str, str]:
-    """Return the commands and the first line of the docstring of each; no file is imported."""
-    files = sorted(file for file in FOLDER.glob("*.py") if not file.stem.startswith("_"))
-    texts = {file.stem: ast.get_docstring(ast.parse(file.read_text())) or "" for file in files}
-    return {name.replace("_", "-"): text.partition("\n")[0] for name, text in texts.items()}
+def no_command(name: str) -> UserError:
+    """Return the error of a command that there is not, with the one that was meant."""
+    if name.endswith(".toml"):
+        return UserError(f"unknown command {name!r}: did you mean torchmars train {name}?")
+    # A path is no misspelt command: some of these delete.
+    near = "" if "/" in name else nearest(name, [*commands(), VERSION, "--help"], 0.65)
+    remedy = f"did you mean torchmars {near}?" if near else "torchmars --help lists them"
+    return UserError(f"unknown command {name!r}: {remedy}")
 
 
 if __name__ == "__main__":

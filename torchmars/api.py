@@ -20,13 +20,11 @@ from torchmars.cluster.environment import keep_compiled_in
 from torchmars.cluster.process import start_launcher
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.fields import Count, Positive
-from torchmars.config.load import config_of, config_text, sources_of
-from torchmars.core.arguments import as_path, as_text, texts_of
-from torchmars.core.bounds import Range
+from torchmars.config.load import config_text, read, validate
+from torchmars.core.check import Range, as_path, make
 from torchmars.core.device import gpu_type
 from torchmars.core.errors import EXIT_STOPPED, UserError, no_exit
 from torchmars.core.places import place
-from torchmars.core.typed import make
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.sampling import Draw, continuations, encode, predict_with_cache
 from torchmars.evaluation.scoring import Scorer, measure_text, windows_of_files
@@ -191,7 +189,7 @@ class LanguageModel:
         """
         if isinstance(prompt, str):
             return self.generate([prompt], max_tokens, temperature, top_k, top_p, seed)[0]
-        prompts = texts_of(prompt, "prompt")
+        prompts = make(list[str], prompt, name="prompt")
         settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         draw = make(Draw, settings)
         make(Positive, max_tokens, name="max_tokens")
@@ -222,7 +220,7 @@ class LanguageModel:
         if isinstance(text, Tensor):
             ids = check_tokens(text, self.model.vocab_rows)
         else:
-            ids = torch.tensor(encode(self.tokenizer, as_text(text, "text")))
+            ids = torch.tensor(encode(self.tokenizer, make(str, text, name="text")))
         if ids.shape[-1] > self.model.seq_len:
             raise UserError(f"{ids.shape[-1]} tokens: the model sees {self.model.seq_len}")
         device = next(self.model.parameters()).device
@@ -255,7 +253,7 @@ class LanguageModel:
         Raises:
             UserError: for a task or a text that cannot be read, and if there is none.
         """
-        names = texts_of([tasks] if isinstance(tasks, str) else tasks, "tasks")
+        names = make(list[str], [tasks] if isinstance(tasks, str) else tasks, name="tasks")
         text = None if text is None else str(as_path(text, "text"))
         if not names and text is None:
             raise UserError("name what to measure: tasks or text")
@@ -286,7 +284,7 @@ def read_config(config: Config, sections: dict[str, Any]) -> ResolvedConfig:
             f"{config!r:.80}: settings are sections, such as training={{'steps': 100}}"
         )
     files = [str(as_path(name, "config")) for name in names]
-    return config_of([*sources_of(files), ("in Python", sections)])
+    return validate([*read(files), ("in Python", sections)])
 
 
 def usable_device(device: Any) -> torch.device:

@@ -15,6 +15,7 @@ MODULES = (  # of the dependencies in pyproject.toml, but W&B: few runs need it
     "torch",
     "numpy",
     "psutil",
+    "annotated_types",
     "pydantic",
     "rich",
     "tiktoken",

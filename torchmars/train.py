@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchmars.cluster import process
 from torchmars.cluster.environment import keep_compiled_in
 from torchmars.config.load import load_config, require_config
+from torchmars.core.console import unless_done_in
 from torchmars.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_MISTAKE,
@@ -28,7 +29,6 @@ from torchmars.core.errors import (
     report_crash,
     report_failure,
 )
-from torchmars.core.timers import unless_done_in
 
 # How long a rank may take to leave the others once the run has ended.
 LEAVE_SECONDS = 60.0

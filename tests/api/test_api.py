@@ -22,7 +22,7 @@ from tests.support.tasks import foxes, write_task
 from tests.support.tiny import metrics, tiny_tables, write_config, write_text
 from torchmars import api
 from torchmars.config.load import config_from_tables
-from torchmars.core import locks
+from torchmars.core import files as locks
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from torchmars.checkpoint.folder import (
     step_of,
 )
 from torchmars.checkpoint.resume import read_verified
-from torchmars.core import locks
+from torchmars.core import files as locks
 from torchmars.core.errors import UserError
 from torchmars.core.places import place
 from torchmars.storage.local import LOCAL, FileOwner, LocalStorage

@@ -25,7 +25,7 @@ from torchmars.checkpoint.memory.copies import MemoryCopies, choose_copy
 from torchmars.checkpoint.memory.shared_memory import MEMORY
 from torchmars.checkpoint.memory.slots import Key
 from torchmars.config import Degrees
-from torchmars.core import locks
+from torchmars.core import files as locks
 from torchmars.core.errors import UserError
 from torchmars.parallel.layout import Layout
 
@@ -335,7 +335,7 @@ def test_a_damaged_copy_at_the_partner_is_not_asked_for_again(tmp_path):
 
 RANK = """
 import sys
-from torchmars.core.locks import lock
+from torchmars.core.files import lock
 lock(__import__("pathlib").Path(sys.argv[1]) / "lock-00000", "using it")
 print(flush=True)
 sys.stdin.readline()

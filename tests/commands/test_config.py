@@ -33,7 +33,8 @@ def test_each_value_has_where_it_is_from_and_reads_back(printed, tmp_path):
     assert lines["evaluation.tasks"][0] == 'evaluation.tasks = ["a, ]", "b"]'
     assert lines["run.plugins"][0] == "run.plugins = []"
     assert lines["training.z_loss"] == ("training.z_loss = 0.0", "# default")
-    assert lines["optimizer.gamma"] == ("optimizer.gamma = 0.025", "# follows from others")
+    assert lines["optimizer.gamma"] == ("optimizer.gamma = 0.025", "# default")
+    assert lines["optimizer.lr_1d"] == ("optimizer.lr_1d = 0.003", "# follows from others")
     again = tmp_path / "again.toml"
     again.write_text("\n".join(map("  ".join, lines.values())))
     assert load_config([str(again)], "test") == load_config([str(file), *options], "test")

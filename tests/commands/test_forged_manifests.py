@@ -96,7 +96,7 @@ NEEDED = {
     "change,message",
     [
         ({"vocab_size": 3e9}, "vocab_size must be a whole number"),
-        ({"vocab_size": 3 * 10**9}, "vocab_size must be at least 1 and at most 10,000,000"),
+        ({"vocab_size": 3 * 10**9}, "vocab_size must be at most 10,000,000"),
         ({"step": "2"}, "step must be a whole number, got '2'"),
         ({"files": {"../x": {"size": 0, "sha256": ""}}}, "files must be one file name"),
         ({"config": NEEDED | {"model": {"n_layer": 3 * 10**9}}}, "model.n_layer must be"),

@@ -10,7 +10,7 @@ import torch
 from tests.support.tiny import tiny_tables, train, write_text
 from tests.support.tokenizers import KINDS, llama_2
 from torchmars.commands import generate
-from torchmars.config import ModelConfig
+from torchmars.config import model_config
 from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer
 from torchmars.evaluation import sampling
 from torchmars.models import build_model
@@ -191,7 +191,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert together == f"{'-' * 15}\n".join(alone) and len({*alone}) == 3
     for args, message in [
         ((tmp_path / "nothing",), "neither a checkpoint nor a run"),
-        ((run, "--max_tokens", 0), "--max_tokens must be"),
+        ((run, "--max_tokens", 0), "--max-tokens must be"),
         ((run, "--temperature", -1), "--temperature must be"),
         ((run, "--step", 29), "has no checkpoint of step 29"),
         ((run, "--temp", 1), "unknown option --temp: did you mean --temperature?"),
@@ -204,7 +204,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("model", [{}, {"name": "llama", "n_kv_head": 1, "n_inner": 48}])
 def test_tokens_are_those_without_a_cache_also_beyond_the_sequence_length(model):
     """The model sees the last 16 tokens, of prompts of several lengths."""
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, **model)
+    config = model_config(n_layer=2, n_head=2, n_embd=32, **model)
     one = build_model(config, 257, 16).eval()
     with torch.no_grad():
         for parameter in one.parameters():

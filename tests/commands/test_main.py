@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchmars import __main__ as entry
+from torchmars import commands
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -34,17 +35,21 @@ NAMES = {
 def main(monkeypatch, capsys, *args):
     """Exit code, output and errors of `torchmars ARGS`."""
     monkeypatch.setattr(sys, "argv", ["torchmars", *args])
-    with pytest.raises(SystemExit) as ended:
+    code = 0
+    try:
         entry.main()
-    return ended.value.code, *capsys.readouterr()
+    except SystemExit as ended:
+        code = ended.code
+    return code, *capsys.readouterr()
 
 
 def test_help_has_a_line_on_each_command(monkeypatch, capsys):
-    assert set(entry.commands()) == NAMES
-    code, out, err = main(monkeypatch, capsys, "--help")
-    assert code == 0 and not err
-    for name, text in entry.commands().items():
-        assert f"  {name:<10}  {text}" in out.splitlines() and text.endswith(".")
+    assert set(commands.commands()) == NAMES
+    shown = [main(monkeypatch, capsys, *args) for args in ([], ["--help"])]
+    assert shown[0] == shown[1] and not shown[0][2] and "  launch " not in shown[0][1]
+    for group in commands.COMMANDS.values():
+        for name, text in group.items():
+            assert f"  {name:<10}  {text}" in shown[0][1].splitlines() and text.endswith(".")
 
 
 def test_an_unknown_command_is_named(monkeypatch, capsys):
@@ -82,7 +87,7 @@ def test_a_word_like_a_command_and_one_like_none(monkeypatch, capsys, word, reme
 )
 def test_a_commands_own_option_that_was_meant(monkeypatch, capsys, args, near):
     code, out, err = main(monkeypatch, capsys, *args)
-    assert (code, out) == (2, "") and err.endswith(f"': did you mean {near}?\n")
+    assert (code, out) == (2, "") and err.endswith(f": did you mean {near}?\n")
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,22 @@ def test_a_run_needs_a_config(monkeypatch, capsys, tmp_path, args):
     code, out, err = main(monkeypatch, capsys, *args)
     assert (code, out) == (2, "") and not any(tmp_path.iterdir())
     assert err.startswith("error: no config is named: torchmars train quickstart.toml")
+
+
+def test_a_command_without_its_run_says_what_to_write(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    said = main(monkeypatch, capsys, "generate")
+    assert said == (2, "", "error: FOLDER is missing: write torchmars generate runs/NAME\n")
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.toml").touch()
+    for command, words in (
+        ("plot", "RUNS is missing: write torchmars plot runs/mine"),
+        ("evaluate", "MODEL is missing: write torchmars evaluate runs/mine"),
+        ("export", "RUN is missing: write torchmars export runs/mine TARGET"),
+    ):
+        assert main(monkeypatch, capsys, command) == (2, "", f"error: {words}\n")
+    said = main(monkeypatch, capsys, "train", "quickstart.toml", "--gpus", "2")[2]
+    assert said == "error: unknown option --gpus: NGPU=2 torchmars train ... says how many\n"
 
 
 @pytest.mark.parametrize(
@@ -188,4 +209,4 @@ def test_an_installed_package_has_the_command_and_the_configs(tmp_path):
         cwd=tmp_path,
         env={"PYTHONPATH": str(target)},
     )
-    assert ended.returncode == 2 and "unknown section a on the command line" in ended.stderr
+    assert ended.returncode == 2 and "unknown section a (on the command line)" in ended.stderr

@@ -33,7 +33,7 @@ from torchmars.cluster.environment import Environment, cores_of, read_environmen
 from torchmars.commands import launch, train
 from torchmars.config import MetricsConfig
 from torchmars.config.load import config_text, load_config
-from torchmars.config.toml_files import merge
+from torchmars.config.load import merge_two as merge
 from torchmars.records.trackers import check_trackers
 from torchmars.training.preparation import prepare_run, write_settings
 
@@ -142,7 +142,7 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT
         ("WORLD_SIZE", "0", "RANK and LOCAL_RANK must be less than WORLD_SIZE"),
         ("LOCAL_RANK", "one", "LOCAL_RANK must be a whole number"),
         ("LOCAL_WORLD_SIZE", MANY, "LOCAL_WORLD_SIZE must be a whole number"),
-        ("MASTER_PORT", "70000", "MASTER_PORT must be at least 0 and at most 65,535"),
+        ("MASTER_PORT", "70000", "MASTER_PORT must be at most 65,535"),
         ("RANK", "1", "RANK and LOCAL_RANK must be less than WORLD_SIZE"),
         ("MASTER_ADDR", None, "RANK is set, but MASTER_ADDR is not: start ranks by"),
     ],
@@ -337,9 +337,9 @@ def test_texts_and_command_lines(place, examples):
     [
         (
             ["--guards.hang_seconds", "inf"],
-            "guards.hang_seconds must be at least 0 and at most 1,000,000, got inf",
+            "guards.hang_seconds must be at most 1,000,000, got",
         ),
-        (["--optimizer.matrix.split", "0"], "optimizer.matrix.split must be at least 1, got 0"),
+        (["--optimizer.matrix.split", "0"], "optimizer.matrix.split must be at least 1, got"),
         (
             ["--data.path", "loop"],
             "data.path: loop is no folder that can be used (Too many levels of symbolic links)",

@@ -12,7 +12,7 @@ from tests.support.full import full_but
 from torchmars.comparison.coordinates import coordinates, exponents, measured, sized
 from torchmars.comparison.sizes import check_sizes
 from torchmars.config import TransferConfig
-from torchmars.config.load import config_of
+from torchmars.config.load import validate
 from torchmars.core.errors import UserError
 from torchmars.optim import compiling, passes
 from torchmars.optim.rules import RULES
@@ -37,7 +37,7 @@ def plugin(own_family):
 def config(model, rule, **tables):
     optimizer = {"name": rule, "lr": LR.get(rule, 0.01)}
     tables = {"model": MODELS[model], "optimizer": optimizer, "training": {"seq_len": 32}} | tables
-    return config_of([("in a test", tables)])
+    return validate([("in a test", tables)])
 
 
 def check(model, rule, widths):

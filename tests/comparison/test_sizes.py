@@ -7,7 +7,7 @@ import pytest
 from tests.comparison.conftest import start_quickly
 from torchmars.comparison import local
 from torchmars.comparison.sizes import find_sizes
-from torchmars.config.load import config_of
+from torchmars.config.load import validate
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES
 
@@ -15,7 +15,7 @@ LLAMA = {"name": "llama", "n_layer": 2, "n_head": 2, "n_kv_head": 2, "n_embd": 3
 
 
 def config_with(**tables):
-    return config_of([("in a test", {"model": LLAMA, "optimizer": {"name": "adamw"}} | tables)])
+    return validate([("in a test", {"model": LLAMA, "optimizer": {"name": "adamw"}} | tables)])
 
 
 def test_widths_have_the_least_depth_and_depths_the_least_width():
@@ -61,10 +61,10 @@ def test_mistakes_are_one_line(transfer, tmp_path):
     for args, wrong in [
         ((), "name two sizes or more"),
         (("--widths", "64"), "name two sizes or more"),
-        (("--widths", "64,many"), "--widths: '64,many' is no numbers of sizes"),
-        (("--widths", "0,64"), "--widths: '0,64' is no numbers of sizes"),
+        (("--widths", "64,many"), "--widths must be a whole number, got 'many'"),
+        (("--widths", "0,64"), "--widths must be at least 1, got '0'"),
         (widths, "--lr-grid is missing: give the learning rates to try, or --check"),
-        ((*widths, "--lr-grid", "1,x"), "--lr-grid: 'x' is no number"),
+        ((*widths, "--lr-grid", "1,x"), "--lr-grid must be a number, got 'x'"),
         ((*widths, "--lr-grid", "1,2", "--validation.interval", "0"), "validation.interval = 0"),
         ((*widths, "--lr-grid", "1", "--widen"), "--widen needs two learning rates or more"),
         ((*widths, "--lr-grid", "1", "--checkpoint.folder", "c"), "checkpoint.folder has no meani"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.tiny import tiny_config
-from torchmars.config.compile import eager_note, resolve_compile
+from torchmars.config.ranks import eager_note, resolve_compile
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

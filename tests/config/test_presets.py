@@ -14,8 +14,6 @@ from torchmars.parallel.checks import check_layout
 
 OPENWEBTEXT, FINEWEB = "openwebtext", "fineweb-edu"
 SOURCES = {OPENWEBTEXT: "openwebtext", FINEWEB: "fineweb-edu:sample-100BT"}
-RULES = ["mars-adamw", "mars-adamw-exact", "mars-lion", "mars-shampoo", "mars-m", "adamw", "lion"]
-RULES += ["muon"]
 # layers, heads, width, min_lr, sequences of a microbatch on each of 8 GPUs
 SHAPES = {
     "small": (12, 12, 768, 3e-5, 15),
@@ -80,18 +78,16 @@ def test_published_rules(name):
     optimizer = load_config([name], "test").optimizer
     assert {key: getattr(optimizer, key) for key in PUBLISHED[name]} == PUBLISHED[name]
     assert optimizer.betas[0] == (0.9 if "-adamw-" in name and "mars" not in name else 0.95)
-    assert optimizer.eps == 1e-8 and optimizer.clip in (1.0, None) and not optimizer.groups
+    assert optimizer.eps == 1e-8 and getattr(optimizer, "clip", 1.0) == 1.0 and not optimizer.groups
 
 
-def test_which_were_published():
-    gpt2 = {name for name in PRESETS if PRESETS[name].family == "gpt2"}
-    assert gpt2 == {f"gpt2-{s}-{r}-{d}" for s in SHAPES for r in RULES for d in SOURCES}
-    assert {name for name in gpt2 if PRESETS[name].origin == "published"} == set(PUBLISHED)
+def test_which_there_are():
     partly = {f"llama-{size}-adamw-fineweb-edu" for size in ("8b", "70b", "405b")}
-    assert {name for name in PRESETS if PRESETS[name].origin == "partly"} == partly
-    assert {each.origin for name, each in PRESETS.items() if name not in {*PUBLISHED, *partly}} == {
-        "ours"
+    assert {name: each.about.origin for name, each in PRESETS.items()} == {
+        **dict.fromkeys(PUBLISHED, "published"),
+        **dict.fromkeys(partly, "partly"),
     }
+    assert len(PRESETS) == 28
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("gpt2")])
@@ -104,10 +100,11 @@ def test_runs_of_gpt2(name):
     layers, heads, width, min_lr, microbatch = SHAPES[size]
     assert (training.global_batch_size, training.seq_len, training.steps) == (480, 1024, 100_000)
     assert training.max_grad_norm == 1.0 and training.dtype == "bfloat16"
-    assert training.microbatches(8) == (microbatch, 60 // microbatch) and PRESETS[name].gpus == 8
+    assert (
+        training.microbatches(8) == (microbatch, 60 // microbatch) and PRESETS[name].about.gpus == 8
+    )
     assert (schedule.name, schedule.warmup_steps) == ("cosine", 2000)
-    lion = "-lion-" in name and "mars" not in name  # its rates are below those floors
-    assert schedule.min_lr == (pytest.approx(config.optimizer.lr / 10) if lion else min_lr)
+    assert schedule.min_lr == min_lr
     assert config.data.source == SOURCES[data] and config.data.tokenizer == "gpt2"
     assert model.scale_attn_by_inverse_layer_idx and model.dropout == 0
     assert config.validation.interval == 1000 and config.run.name == name
@@ -127,7 +124,9 @@ def test_published_results():
         for rule, accuracies in ACCURACIES.items()
         for size, accuracy in zip(("small", "xl"), accuracies)
     }
-    assert {name: each.result for name, each in PRESETS.items() if each.result} == expected
+    assert {
+        name: each.about.result for name, each in PRESETS.items() if each.about.result
+    } == expected
 
 
 def test_llama_3():
@@ -146,22 +145,19 @@ def test_llama_3():
         assert training.seq_len == 8192 and config.model.vocab_size == 128_256
         assert training.steps == steps and abs(steps * batch - tokens) < batch
     assert batch == 2**24
-    layout = config.parallelism.degrees(PRESETS["llama-405b-adamw-fineweb-edu"].gpus)
+    layout = config.parallelism.degrees(PRESETS["llama-405b-adamw-fineweb-edu"].about.gpus)
     assert (layout.tp, layout.pp, layout.dp_shard * layout.cp) == (8, 16, 64)
-    assert {name.split("-")[1] for name in PRESETS if name.startswith("llama")} == {
-        *("160m", "1b", "3b", "8b", "70b", "405b")
-    }
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_fits_its_ranks_and_says_where_it_is_from(name):
     preset, config = PRESETS[name], load_config([name], "test")
     model = build_meta_model(config.model, 50257, config.training.seq_len)
-    check_layout(config, config.parallelism.degrees(preset.gpus), model)
-    assert preset.origin_text and preset.notes
+    check_layout(config, config.parallelism.degrees(preset.about.gpus), model)
+    assert preset.about.source and preset.files
     rule = f"-{config.optimizer.name}-"
     assert rule in name.replace("-exact", "") and ("mars" in name) == ("mars" in rule)
-    assert preset.layout.startswith("published") or preset.layout == "assumed"
+    assert preset.about.layout.startswith("published") or preset.about.layout == "assumed"
 
 
 def test_a_preset_is_merged_with_what_comes_after_it(tmp_path):
@@ -192,17 +188,6 @@ def test_a_file_comes_before_a_preset_of_its_name(tmp_path, monkeypatch):
     assert load_config(["gpt2-small-adamw-openwebtext"], "test").training.steps == 7
 
 
-@pytest.mark.parametrize(
-    "wrong,near",
-    [
-        ("gpt2-smal-mars-m-openwebtex", "gpt2-small-mars-m-openwebtext"),
-        ("qwen3-0.6b-adam-fineweb", "qwen3-0.6b-adamw-fineweb-edu"),
-    ],
-)
-def test_a_wrong_name_gets_the_nearest(wrong, near):
-    with pytest.raises(UserError) as error:
-        load_config([wrong], "test")
-    assert str(error.value) == (
-        f"cannot read the config {wrong}: there is no such file or preset: did you mean {near}? "
-        "See torchmars presets"
-    )
+def test_a_wrong_name_gets_the_nearest():
+    with pytest.raises(UserError, match="did you mean gpt2-small-mars-m-openwebtext?"):
+        load_config(["gpt2-smal-mars-m-openwebtex"], "test")

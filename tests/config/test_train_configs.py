@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmars.config.load import load_config
-from torchmars.config.toml_files import find_config
+from torchmars.config.load import find_config, load_config
 from torchmars.models import build_meta_model
 from torchmars.optim.rules import RULES
 from torchmars.parallel.checks import check_layout

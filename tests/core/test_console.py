@@ -8,7 +8,7 @@ import pty
 import pytest
 
 from torchmars.core import console
-from torchmars.core.tables import table
+from torchmars.core.words import table
 
 STEERING = [
     "\x1b[2J",

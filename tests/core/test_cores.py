@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from torchmars.core.cores import own_cores
+from torchmars.core.files import own_cores
 
 V2, V1 = "0::/job/step\n", "5:cpuset:/\n4:cpu,cpuacct:/docker/7a\n0::/\n"
 TIME = "cpu,cpuacct/cpu.cfs"

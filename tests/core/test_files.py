@@ -7,8 +7,15 @@ import tempfile
 import pytest
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import check_writable, is_gone, open_to_write, sha256, sync_folder
-from torchmars.core.locks import is_locked, lock
+from torchmars.core.files import (
+    check_writable,
+    is_gone,
+    is_locked,
+    lock,
+    open_to_write,
+    sha256,
+    sync_folder,
+)
 
 
 def test_a_file_is_gone_only_where_that_is_known(tmp_path):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from torchmars.cluster.process import ROUND
-from torchmars.core import locks
+from torchmars.core import files as locks
 from torchmars.core.errors import UserError
-from torchmars.core.locks import lock
+from torchmars.core.files import lock
 from torchmars.storage.local import FileOwner
 from torchmars.storage.storage import LostOwnership
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from torchmars.core.locks import lock
+from torchmars.core.files import lock
 lock(Path(sys.argv[1]) / "lock", "training")
 helper = os.fork()
 if helper == 0:  # it outlives this one, as one that reads data may
@@ -110,7 +110,7 @@ ASKS = """
 import sys
 from pathlib import Path
 from torchmars.core.errors import UserError
-from torchmars.core.locks import lock
+from torchmars.core.files import lock
 try:
     lock(Path(sys.argv[1]) / "lock", "training", 0.1)
 except UserError as error:

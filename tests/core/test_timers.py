@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.support.full import FULL
-from torchmars.core.timers import done_in
+from torchmars.core.console import done_in
 
 
 def test_the_result_of_work_is_waited_for_as_long_as_is_said():
@@ -25,7 +25,7 @@ def test_the_result_of_work_is_waited_for_as_long_as_is_said():
 
 STOPPED = """
 import time
-from torchmars.core.timers import done_in
+from torchmars.core.console import done_in
 
 def work():
     print("begun", flush=True)

@@ -59,7 +59,7 @@ def run(folder, command, *args):
 
 def test_every_command_of_the_page_ends_well(place):
     _, done = place
-    assert len(done) == 6
+    assert len(done) == 7
     for command, (code, _, err) in done.items():
         assert code == 0, f"{command}: {err}"
         assert "warning" not in err or "csv" in command, err
@@ -78,6 +78,8 @@ def test_the_model_the_rule_and_the_documents_are_the_plugins_own(place):
     hooked = trained["my_hook"]  # the model is the package's own
     assert "torchmars export runs/watched runs/watched-hf --plugins my_hook\n" in hooked
     assert "csv" in data
+    lines = (folder / "runs/tracked/losses.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3"]
     [manifest] = (folder / "runs/parallel/checkpoints").glob("*/manifest.json")
     assert json.loads(manifest.read_text())["config"]["run"]["plugins"] == ["my_model"]
 
@@ -106,7 +108,7 @@ def test_settings_of_its_own_reach_the_plugin(place):
     assert "--model.mlp_scale FLOAT" in text and "--optimizer.threshold FLOAT" in text
     for section, setting in (("model", "mlp_scale"), ("optimizer", "threshold")):
         _, text, _ = run(folder, *words[:8], "--help", section, *words[8:])
-        assert text.startswith(f"[{section}]:") and f"--{section}.{setting} FLOAT" in text
+        assert f"[{section}]:" in text and f"--{section}.{setting} FLOAT" in text
     words[0] = "train"
     assert words[2:4] == ["--world-size", "1"]
     del words[2:4]
@@ -184,6 +186,7 @@ def test_the_page_has_a_file_of_each_kind():
         "my_model.py",
         "my_rule.py",
         "my_data.py",
+        "my_tracker.py",
         "my_hook.py",
     }
     for text in named_files("python").values():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, links
-from torchmars.__main__ import commands
+from torchmars.commands import commands
 from torchmars.config.load import load_config
 from torchmars.exchange.families import FAMILIES
 

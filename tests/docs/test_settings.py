@@ -1,7 +1,7 @@
 """The table of settings in docs/optimizers.md: what the rules declare."""
 
 from tests.docs.pages import ROOT
-from torchmars.config.optimizer import shown_default
+from torchmars.core.cli import Option
 from torchmars.optim.rules import RULES
 
 FROM_LR = {"lr_1d": "lr / 2", "lr_rest": "lr"}
@@ -9,7 +9,9 @@ FROM_LR = {"lr_1d": "lr / 2", "lr_rest": "lr"}
 
 def cell(rule, name):
     """Return a rule's default of a setting; those that follow from lr are `FROM_LR`."""
-    return shown_default(rule.defaults[name]) or FROM_LR[name] if name in rule.defaults else "-"
+    if name not in rule.defaults:
+        return "-"
+    return Option(name, None, rule.defaults[name]).shown_default() or FROM_LR[name]
 
 
 def test_the_table_of_settings_is_what_the_rules_declare():

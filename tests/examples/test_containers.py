@@ -8,7 +8,7 @@ import yaml
 
 from tests.docs.pages import ROOT
 from torchmars.cluster.environment import Environment, read_environment
-from torchmars.config.load import config_of, load_sources
+from torchmars.config.load import load_config
 from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, EXIT_UNCONNECTED
 
 FOLDER = ROOT / "examples" / "containers"
@@ -48,5 +48,5 @@ def test_the_elastic_job_meets_at_its_rendezvous_and_knows_the_exit_codes():
         rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule
     }
     assert codes == {"FailJob": [EXIT_MISTAKE], "Ignore": [EXIT_UNCONNECTED, EXIT_STOPPED]}
-    config = config_of(load_sources(node["args"][1:], "torchmars train"))
+    config = load_config(node["args"][1:], "torchmars train")
     assert config.checkpoint.memory_interval == 1  # a lost pod costs two steps at most

@@ -13,7 +13,7 @@ from tests.models.test_latent import VARIANTS as LATENT
 from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_llama import VARIANTS
 from tests.models.test_moe import VARIANTS as MIXTURES
-from torchmars.config import ModelConfig
+from torchmars.config import model_config
 from torchmars.config.deepseek import SIZES
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.core.errors import UserError
@@ -102,7 +102,7 @@ def test_our_model_of_their_config_is_the_one_it_was(name, tmp_path):
     table = from_config(json.loads((tmp_path / "config.json").read_text()))
     length = table.pop("seq_len")
     with torch.device("meta"):
-        again = build_model(ModelConfig(**table), 1, length)
+        again = build_model(model_config(**table), 1, length)
     args = model.args
     if isinstance(model, Llama):
         if "head_dim" in vars(args):

@@ -26,12 +26,11 @@ from tests.support.tiny import (
 )
 from torchmars.config import (
     ActivationCheckpointConfig,
-    ModelConfig,
     ParallelismConfig,
     TrainingConfig,
+    model_config,
 )
-from torchmars.config.load import config_from_tables
-from torchmars.config.toml_files import read_toml
+from torchmars.config.load import config_from_tables, read_toml
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import read_manifest
 from torchmars.data.mixture import MixedWindows
@@ -265,7 +264,7 @@ MIXTURES = {
 def test_mixtures_go_there_and_back(name, tmp_path):
     """By one tensor an expert, and by the stacks that transformers 5 has: the same bits, logits
     and greedy tokens."""
-    table = ModelConfig(tied=False, **MIXTURES[name])
+    table = model_config(tied=False, **MIXTURES[name])
     ours = build_model(table, 257, LENGTH).eval()
     generator = torch.Generator().manual_seed(0)
     state = ours.state_dict()
@@ -318,7 +317,7 @@ def whole_on(parallelism, folder, **model):
     parallelism = ParallelismConfig(**parallelism)
     ranks = torch.distributed.get_world_size()
     layout = Layout.create(torch.device("cpu"), parallelism.degrees(ranks))
-    whole = build_meta_model(ModelConfig(**model), 257, LENGTH)
+    whole = build_meta_model(model_config(**model), 257, LENGTH)
     training, kept = TrainingConfig(seq_len=LENGTH, dtype="float32"), ActivationCheckpointConfig()
     ours = ParallelModel(whole, parallelism, training, kept, layout, torch.device("cpu"))
     load_weights(weights_of_folder(folder, whole), ours.tensors)
@@ -328,7 +327,7 @@ def whole_on(parallelism, folder, **model):
 @FULL
 @pytest.mark.parametrize("ep", [2, 4])
 def test_each_rank_reads_its_own_experts(tmp_path, ep):
-    model = build_model(ModelConfig(**MIXTURES["glm4_moe"]), 257, LENGTH)
+    model = build_model(model_config(**MIXTURES["glm4_moe"]), 257, LENGTH)
     state, generator = model.state_dict(), torch.Generator().manual_seed(0)
     for value in state.values():
         torch.nn.init.normal_(value, 0, 1, generator)
@@ -340,7 +339,7 @@ def test_each_rank_reads_its_own_experts(tmp_path, ep):
 
 
 def test_memory_holds_the_tensors_of_a_file_and_the_next(tmp_path):
-    model, held = build_model(ModelConfig(**MIXTURES["glm4_moe"]), 257, LENGTH), []
+    model, held = build_model(model_config(**MIXTURES["glm4_moe"]), 257, LENGTH), []
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     most = 20_000
 
@@ -360,7 +359,7 @@ def test_memory_holds_the_tensors_of_a_file_and_the_next(tmp_path):
 @pytest.mark.parametrize("layer,message", [(2, ""), (3, "layers.3.x, which no model")])
 def test_a_layer_that_predicts_the_token_after_the_next_is_left_out(tmp_path, layer, message, name):
     """As these are published with one behind the last; no other may follow."""
-    model = build_model(ModelConfig(**MIXTURES[name] | {"n_layer": 2}), 257, LENGTH)
+    model = build_model(model_config(**MIXTURES[name] | {"n_layer": 2}), 257, LENGTH)
     assert to_config(model)["num_nextn_predict_layers"] == 0  # the class of DeepSeek-V3 has 1
     state = model.state_dict()
     write_weights(tmp_path, tensors_there(model, torch.float32, state.__getitem__))

@@ -16,7 +16,7 @@ from tests.support.commands import ROOT, finish_run, run_command
 from tests.support.full import FULL
 from tests.support.tiny import metrics, tiny_tables, write_text
 from torchmars.comparison.sizes import check_sizes
-from torchmars.config import ModelConfig
+from torchmars.config import model_config
 from torchmars.config.load import config_from_tables
 from torchmars.config.model import MODELS
 from torchmars.core.errors import UserError
@@ -170,7 +170,7 @@ def test_what_llama_alone_has_is_refused(plugin, tmp_path, setting):
 )
 def test_published_sizes(plugin, size, rows, parameters):
     with torch.device("meta"):
-        model = build_model(ModelConfig(name="gemma3", size=size, vocab_size=rows), rows, 64)
+        model = build_model(model_config(name="gemma3", size=size, vocab_size=rows), rows, 64)
     assert model.parameter_count == parameters
 
 

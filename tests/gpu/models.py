@@ -16,6 +16,7 @@ from torchmars.config import (
     ModelConfig,
     ParallelismConfig,
     TrainingConfig,
+    model_config,
 )
 from torchmars.models import build_meta_model
 from torchmars.models.initialize import init_weights
@@ -29,7 +30,7 @@ from torchmars.records.speed import Throughput, peak_flops
 
 DTYPE = sized("bfloat16", "float32")
 NANO = {"n_layer": 1, "n_head": 2, "n_embd": 32}
-GPT2 = ModelConfig(name="gpt2", size="small", **sized({}, NANO))
+GPT2 = model_config(name="gpt2", size="small", **sized({}, NANO))
 PLAIN = "plain loop, AdamW"
 
 
@@ -168,13 +169,13 @@ def gpt2_small_in_short() -> Iterator[dict[str, Any]]:
 
 def llama_1b() -> Iterator[dict[str, Any]]:
     """Yield what Llama 1B reaches, 4 sequences of 2,048 tokens."""
-    config = ModelConfig(name="llama", size=sized("1b", "nano"), **sized({}, NANO))
+    config = model_config(name="llama", size=sized("1b", "nano"), **sized({}, NANO))
     yield from loops(config, 128256, [4], 2048, ["mars-adamw", "mars-m", PLAIN], 8)
 
 
 def llama_8b_slice() -> Iterator[dict[str, Any]]:
     """Yield what four layers of the widths of Llama 8B reach, as its ranks compute them."""
-    config = ModelConfig(name="llama", size=sized("8b", "nano"), **sized({"n_layer": 4}, NANO))
+    config = model_config(name="llama", size=sized("8b", "nano"), **sized({"n_layer": 4}, NANO))
     yield from loops(config, 128256, [2], 8192, ["mars-adamw", "mars-m"], 5, "selective")
 
 

@@ -15,9 +15,9 @@ from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from torchmars.config import (
     ActivationCheckpointConfig,
-    ModelConfig,
     ParallelismConfig,
     TrainingConfig,
+    model_config,
 )
 from torchmars.models import build_meta_model
 from torchmars.optim import MARS, param_groups
@@ -62,7 +62,7 @@ def losses_of(rule: str, settings: dict[str, Any]) -> tuple[list[float], float]:
     training = TrainingConfig(
         global_batch_size=BATCH, seq_len=LENGTH, dtype="float32", compile=False
     )
-    config = ModelConfig(name="gpt2", size="small", **SHAPE)
+    config = model_config(name="gpt2", size="small", **SHAPE)
     whole = build_meta_model(config, VOCABULARY, LENGTH)
     model = ParallelModel(
         whole, parallelism, training, ActivationCheckpointConfig(), layout, device

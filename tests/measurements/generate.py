@@ -15,7 +15,7 @@ from copy import deepcopy
 
 import torch
 
-from torchmars.config import ModelConfig
+from torchmars.config import model_config
 from torchmars.evaluation.sampling import Draw, predict_anew, predict_with_cache, sample
 from torchmars.models import build_model
 from torchmars.models.initialize import init_weights
@@ -26,7 +26,7 @@ PROMPT = 64
 def main() -> None:
     count, rounds = [*map(int, sys.argv[1:]), *[16, 2][len(sys.argv) - 1 :]]
     torch.set_num_threads(min(2, os.cpu_count() or 1))
-    model = build_model(ModelConfig(size="small"), 50257, 1024).eval()
+    model = build_model(model_config(size="small"), 50257, 1024).eval()
     init_weights(model, 0)
     prompt = torch.randint(50257, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
     other = deepcopy(model)  # a cache changes its model

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.gpu.models import Loop, ours, plain
 from tests.support.layouts import simulated_layout
 from tests.support.shards import write_shards
-from torchmars.config import DataConfig, ModelConfig
+from torchmars.config import DataConfig, model_config
 from torchmars.data.loader import Loader, close_all
 from torchmars.data.mixture import MixedWindows
 from torchmars.data.tokenizer import ByteTokenizer
@@ -51,8 +51,8 @@ TURNS, STEPS = 3, 4
 WIDTH, WIDTH_OF_SMALL = 16, 768
 NARROWER = (WIDTH / WIDTH_OF_SMALL) ** 2  # the elements of a matrix, to those of GPT-2 small's
 SHAPE = {"n_head": 2, "n_embd": WIDTH}
-GPT2 = ModelConfig(name="gpt2", size="small", n_layer=12, **SHAPE)
-LLAMA = ModelConfig(name="llama", size="8b", n_layer=32, n_kv_head=1, n_inner=56, **SHAPE)
+GPT2 = model_config(name="gpt2", size="small", n_layer=12, **SHAPE)
+LLAMA = model_config(name="llama", size="8b", n_layer=32, n_kv_head=1, n_inner=56, **SHAPE)
 TENSORS = {"gpt2": 75, "llama": 291}
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchmars.core.tables import table
+from torchmars.core.words import table
 from torchmars.parallel.cuts import chunk_tokens
 from torchmars.parallel.loss import mean_loss
 

@@ -30,7 +30,7 @@ import torch
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.load import config_from_tables
-from torchmars.core.tables import table
+from torchmars.core.words import table
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import build_meta_model
 

@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchmars.comparison.coordinates import based, sized
-from torchmars.config import OptimizerConfig
-from torchmars.config.load import config_of
+from torchmars.config.load import validate
 from torchmars.config.model import MODELS as MODEL_CLASSES
 from torchmars.config.model_args import Multipliers
+from torchmars.config.optimizer import optimizer_section
 from torchmars.core.errors import UserError
 from torchmars.exchange.export import folded
 from torchmars.models import build_run_model
@@ -38,7 +38,7 @@ def plugin(own_family):
 
 def config(name, transfer=None, **tables):
     own = {"model": MODELS[name], "transfer": transfer or {}, "training": {"seq_len": 16}}
-    return config_of([("in a test", own | tables)])
+    return validate([("in a test", own | tables)])
 
 
 def model_of(config):
@@ -79,7 +79,7 @@ def test_the_base_of_ones_own_shape_changes_no_bit_and_multiplies_nothing(name):
     for (key, one), (_, other) in zip(ours.state_dict().items(), before.state_dict().items()):
         assert torch.equal(one, other), key
     for rule in RULES:
-        optimizer = replace(plain, optimizer=OptimizerConfig(name=rule)).resolve().optimizer
+        optimizer = replace(plain, optimizer=optimizer_section(rule)()).resolve().optimizer
         pairs = [
             (replace(same, optimizer=optimizer), ours),
             (replace(plain, optimizer=optimizer), before),

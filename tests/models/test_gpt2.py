@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchmars.config import ModelConfig
+from torchmars.config import model_config
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.models import build_meta_model
 from torchmars.models.gpt2 import GPT2
@@ -15,7 +15,7 @@ ARGS = GPT2Args(n_layer=3, n_head=4, n_embd=32, vocab_size=64, seq_len=24)
     "size,parameters", [("small", 124.4e6), ("medium", 354e6), ("large", 773e6), ("xl", 1557e6)]
 )
 def test_published_sizes(size, parameters):
-    model = build_meta_model(ModelConfig(size=size), 50257, 1024)
+    model = build_meta_model(model_config(size=size), 50257, 1024)
     assert model.vocab_rows == 50304
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
         parameters, rel=2e-3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.test_logits import Sizes
-from torchmars.config import ModelConfig
+from torchmars.config import model_config
 from torchmars.config.deepseek import DeepseekArgs
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
@@ -61,13 +61,13 @@ VARIANTS = {
 )
 def test_published_sizes(size, vocabulary, parameters, active):
     """Published counts of active parameters are without the token table."""
-    model = build_meta_model(ModelConfig(name="deepseek", size=size), vocabulary, 4096)
+    model = build_meta_model(model_config(name="deepseek", size=size), vocabulary, 4096)
     assert model.parameter_count == parameters
     assert model.active_count - vocabulary * model.width == active
 
 
 def test_the_size_for_cpus_is_small():
-    model = build_meta_model(ModelConfig(name="deepseek"), 256, 128)
+    model = build_meta_model(model_config(name="deepseek"), 256, 128)
     assert 3e6 < model.parameter_count < 6e6 and model.active_count < model.parameter_count
 
 
@@ -101,7 +101,7 @@ def test_a_group_that_is_left_out_gives_no_expert_however_low_the_others_are():
 
 def test_flops_count_attention_by_its_own_widths():
     """6 for each weight that a token uses in a product, and 6 T H (N + R + V) for each block."""
-    model = build_meta_model(ModelConfig(name="deepseek", size="deepseek-v3"), 129280, 4096)
+    model = build_meta_model(model_config(name="deepseek", size="deepseek-v3"), 129280, 4096)
     norms = 61 * (2 * 7168 + 1536 + 512) + 7168
     products = 36_625_603_584 - norms
     assert model.flops_per_token() == 6 * products + 6 * 4096 * 61 * 128 * (128 + 64 + 128)

@@ -9,9 +9,9 @@ from tests.support.ranks import run_ranks
 from torchmars.config import (
     ActivationCheckpointConfig,
     Degrees,
-    ModelConfig,
     ParallelismConfig,
     TrainingConfig,
+    model_config,
 )
 from torchmars.config.llama import SIZES, LlamaArgs
 from torchmars.core.errors import UserError
@@ -98,7 +98,7 @@ def model_of(args, seed=0):
     ],
 )
 def test_published_sizes(size, vocabulary, parameters):
-    model = build_meta_model(ModelConfig(name="llama", size=size), vocabulary, 8192)
+    model = build_meta_model(model_config(name="llama", size=size), vocabulary, 8192)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert model.args.qk_norm == size.startswith(("qwen3", "olmo3"))
     if vocabulary == 128256 and size != "smollm3-3b":
@@ -106,7 +106,7 @@ def test_published_sizes(size, vocabulary, parameters):
 
 
 def test_fields_take_the_place_of_the_named_size():
-    config = ModelConfig(name="llama", size="qwen3-8b", n_layer=1, qk_norm=False, vocab_size=100)
+    config = model_config(name="llama", size="qwen3-8b", n_layer=1, qk_norm=False, vocab_size=100)
     model = build_meta_model(config, 50257, 32)
     expected = SIZES["qwen3-8b"] | {
         "n_layer": 1,
@@ -135,7 +135,7 @@ def test_fields_take_the_place_of_the_named_size():
 )
 def test_shapes_that_cannot_be_built(fields, message):
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
-        build_meta_model(ModelConfig(**{"name": "llama"} | fields), 256, 32)
+        build_meta_model(model_config(**{"name": "llama"} | fields), 256, 32)
 
 
 def test_initial_weights():

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.models.test_llama import ARGS, model_of
 from tests.support.full import full_but
-from torchmars.config import ModelConfig
+from torchmars.config import model_config
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.models.grouped import grouped_mm
@@ -135,7 +135,7 @@ def test_blocks_compile_as_one_graph(kind):
     ],
 )
 def test_published_sizes(size, vocab_size, total, active):
-    config = ModelConfig(name="llama", size=size, vocab_size=vocab_size)
+    config = model_config(name="llama", size=size, vocab_size=vocab_size)
     model = build_meta_model(config, vocab_size, 1024)
     assert round(model.parameter_count / 1e9, 2) == total
     used = model.active_count - model.tok_embed.weight.numel()
@@ -199,7 +199,7 @@ def test_only_a_softmax_router_is_without_its_mean():
     """A sigmoid's gradient has one. All matrices of our models stay whole otherwise."""
     for router, wanted in (("softmax", True), ("sigmoid", None)):
         args = dict(LLAMA_OF, **EXPERTS, router=router)
-        model = build_meta_model(ModelConfig(name="llama", **args), 64, 32)
+        model = build_meta_model(model_config(name="llama", **args), 64, 32)
         [group] = [each for each in param_groups(model, "mars-m") if each["role"] == "router"]
         assert group.get("zero_mean") is wanted
 

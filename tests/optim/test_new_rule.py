@@ -4,13 +4,20 @@ import subprocess
 import sys
 
 RULE = """
+from dataclasses import dataclass
 from torchmars.optim.rules import ElementwiseRule
-from torchmars.optim.settings import BETAS, EPS, LR, WEIGHT_DECAY, Number
+from torchmars.optim.settings import RuleSettings
+
+@dataclass(frozen=True)
+class SignsSettings(RuleSettings):
+    lr: float = 0.5
+    betas: tuple[float, float] = (0.0, 0.0)
+    weight_decay: float = 0.0
+    threshold: float = 0.25
+    'Entries of the gradient below it are left out.'
 
 class Signs(ElementwiseRule):
-    name = "signs"
-    own = (Number("threshold", "Entries of the gradient below it are left out.", 0.25),)
-    settings = (LR.of(0.5), BETAS.of((0.0, 0.0)), EPS, WEIGHT_DECAY.of(0.0), *own)
+    name, config, own = "signs", SignsSettings, ("threshold",)
 
     def buffers(self, clip, exact, stacks):
         return ("exp_avg",)
@@ -27,10 +34,10 @@ from torchmars.optim import rules
 rules.RULES["signs"] = signs.Signs()  # a line of rules.py
 
 import torch
-from torchmars.config import OptimizerConfig
+from torchmars.config.optimizer import optimizer_section
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
-from torchmars.core.help import documentation
+from torchmars.core.cli import documentation
 from torchmars.optim import MARS, param_groups
 
 def stepped(optimizer, parameter):
@@ -51,7 +58,7 @@ print(stepped(MARS([layer.weight], rule="signs", threshold=0.5), layer.weight))
 print(stepped(MARS(param_groups(layer, "signs", threshold=0.0)), layer.weight))
 print(refused(ValueError, MARS, [layer.weight], rule="signs", threshold=-1.0))
 print(refused(TypeError, MARS, [layer.weight], rule="signs", treshold=1.0))
-print(documentation(OptimizerConfig)["threshold"])
+print(documentation(optimizer_section("signs"))["threshold"])
 tables = {"optimizer": {"name": "signs", "threshold": 0.75}}
 config = config_from_tables(tables, "test").optimizer
 print(config.threshold, config.lr, {group["threshold"] for group in param_groups(
@@ -72,7 +79,7 @@ def test_a_rule_with_a_setting_of_its_own_needs_no_other_file(tmp_path):
         "[[-1.5, 0.5, 1.0]]",
         "threshold of group 0 must be at least 0, got -1.0",
         "MARS() got an unexpected keyword argument 'treshold'",
-        "signs: entries of the gradient below it are left out. Default: 0.25.",
+        "Entries of the gradient below it are left out.",
         "0.75 0.5 {0.75}",
-        'optimizer.threshold has no meaning for "adamw": remove it',
+        'optimizer.threshold has no meaning for optimizer.name = "adamw": remove it (test)',
     ]

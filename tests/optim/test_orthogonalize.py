@@ -1,5 +1,7 @@
 """Methods of orthogonalisation, against float64 math."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
@@ -10,11 +12,11 @@ from torchmars.optim import MARS
 from torchmars.optim.matrices.orthogonal import ORTHOGONALIZERS, Directions
 from torchmars.optim.reference import orthogonal_direction
 from torchmars.optim.rules import RULES
-from torchmars.optim.settings import ORTHOGONALIZE
+from torchmars.optim.settings import Method
 
 
 def test_the_names_are_those_of_the_setting():
-    assert tuple(ORTHOGONALIZERS) == ORTHOGONALIZE.names
+    assert tuple(ORTHOGONALIZERS) == get_args(Method)
 
 
 @pytest.mark.parametrize("method", ORTHOGONALIZERS)

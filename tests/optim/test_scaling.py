@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,8 +15,6 @@ from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.optim import MARS, param_groups, transfer_factors
 from torchmars.optim.rules import RULES, ElementwiseRule, Muon
-from torchmars.optim.settings import BETAS
-from torchmars.optim.settings import LR as LR_SETTING
 
 EVERY = ("logits", "residual", "attention")
 
@@ -67,9 +66,15 @@ def settings_of(rule, model, base, per_head=None, **options):
     }
 
 
+@dataclass(frozen=True)
+class PlainSettings:
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
 def test_a_rule_of_a_users_may_have_neither_decay_nor_eps(monkeypatch):
     class Plain(ElementwiseRule):
-        name, settings = "plain", (LR_SETTING.of(1e-3), BETAS.of((0.9, 0.99)))
+        name, config = "plain", PlainSettings
 
         def buffers(self, clip, exact, stacks):
             return ("exp_avg", "exp_avg_sq")

@@ -5,12 +5,12 @@ import pytest
 from torchmars.config import (
     ActivationCheckpointConfig,
     Config,
-    ModelConfig,
     ParallelismConfig,
     TrainingConfig,
+    model_config,
 )
-from torchmars.config.float8 import Float8Config
 from torchmars.config.model import model_section
+from torchmars.config.training import Float8Config
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
@@ -23,7 +23,7 @@ LLAMA = {"name": "llama", "n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_inner": 
 def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
     training = {"seq_len": 32, "global_batch_size": 16} | (training or {})
     config = Config(
-        model=ModelConfig(**model),
+        model=model_config(**model),
         training=TrainingConfig(**training),
         parallelism=ParallelismConfig(**parallelism),
         activation_checkpoint=ActivationCheckpointConfig(**(activations or {})),

@@ -16,7 +16,7 @@ from tests.support.tiny import (
     write_text,
 )
 from torchmars.begin import install_command
-from torchmars.config.float8 import Float8Config
+from torchmars.config.training import Float8Config
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel import float8, parallel_model

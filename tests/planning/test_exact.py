@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmars.config.dtypes import resolve_dtypes
 from torchmars.config.load import load_config
+from torchmars.config.ranks import resolve_dtypes
 from torchmars.planning.plan import Plan, costs_of
 
 TABLE = Path(__file__).with_name("exact.csv")

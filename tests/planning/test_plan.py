@@ -16,7 +16,7 @@ from tests.support.tiny import (
     write_text,
 )
 from torchmars.commands.plan import main
-from torchmars.config.load import config_from_tables, config_of, load_config
+from torchmars.config.load import config_from_tables, load_config, validate
 from torchmars.planning.plan import FLOPS, NETWORK, NVLINK, plan_run
 from torchmars.planning.report import transferred, warnings
 from torchmars.planning.traffic import axes_of
@@ -293,7 +293,7 @@ def test_each_role_is_told_with_what_it_gets_of_a_base():
     def of(transfer):
         tables = {"model": LARGE | {"n_inner": 2304, "tied": False}, "transfer": transfer}
         optimizer = {"name": "muon", "lr": 0.01}
-        return plan_run(config_of([("in a test", tables | {"optimizer": optimizer})]), 1, 1)
+        return plan_run(validate([("in a test", tables | {"optimizer": optimizer})]), 1, 1)
 
     plan = of(BASE | {"depth": "1/L"})
     lines = transferred(plan)

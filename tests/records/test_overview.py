@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.records import listed_run
 from tests.support.tiny import tiny_config
-from torchmars.core.locks import is_locked
+from torchmars.core.files import is_locked
 from torchmars.records.events import EventLog
 from torchmars.records.lines import last_step
 from torchmars.records.overview import find_runs, is_complete, overview
@@ -17,7 +17,7 @@ from torchmars.records.overview import find_runs, is_complete, overview
 HOLD = """
 import sys
 from pathlib import Path
-from torchmars.core.locks import lock
+from torchmars.core.files import lock
 lock(Path(sys.argv[1]), "training")
 print("held", flush=True)
 sys.stdin.read()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torchmars.checkpoint.upkeep import Retention
 from torchmars.checkpoint.saver import Saver
-from torchmars.core import locks
+from torchmars.core import files as locks
 from torchmars.records.lines import Journal
 from torchmars.train import main
 

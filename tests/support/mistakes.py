@@ -17,7 +17,6 @@ from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
 from torchmars.checkpoint.manifest import CheckpointManifest, describe_file
 from torchmars.checkpoint.state_dict import model_state, optimizer_state_names
-from torchmars.config import Config
 from torchmars.config.load import load_config
 from torchmars.core.errors import UserError, say_error
 from torchmars.models import build_meta_model
@@ -27,7 +26,7 @@ from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepare_data
 
 OTHERS = "optimizer.groups data.mixture run training optimizer.matrix nothing training.stps a.b.c.d"
-KEYS = [*leaves(Config), *OTHERS.split(), ""]
+KEYS = [*leaves(), *OTHERS.split(), ""]
 sizes = pytest.mark.parametrize("examples", [20, pytest.param(2000, marks=pytest.mark.slow)])
 WORDS = (
     "| |x|two|-1|-0|0|1|2|3|1.5|1e3|inf|-inf|nan|1,2|0,|+4| 2|2 |1_0|0x10|٣|²|½|2:4|true|"

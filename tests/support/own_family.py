@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import nn
 
+from torchmars import register
 from torchmars.config.model import MODELS
 from torchmars.config.model_args import ModelArgs
-from torchmars.core.bounds import Range
 from torchmars.models.attention import CausalAttention
 from torchmars.models.model import Head, Model, Table, added
 
@@ -20,13 +21,13 @@ class PlainArgs(ModelArgs):
     sizes = {"tiny": {"n_layer": 2, "n_head": 4, "width": 32}}
     grows = ("width", "n_head")
 
-    n_layer: Annotated[int, Range(1, 100)]
+    n_layer: Annotated[int, Interval(ge=1, le=100)]
     """Number of blocks."""
-    n_head: Annotated[int, Range(1, 100)]
+    n_head: Annotated[int, Interval(ge=1, le=100)]
     """Attention heads of each block."""
-    width: Annotated[int, Range(1, 10_000)]
+    width: Annotated[int, Interval(ge=1, le=10_000)]
     """Size of a hidden state."""
-    mlp_ratio: Annotated[int, Range(1, 16)] = 4
+    mlp_ratio: Annotated[int, Interval(ge=1, le=16)] = 4
     """How many times as wide as the model its MLPs are inside."""
 
 
@@ -100,4 +101,4 @@ class Plain(Model):
         return f"{self.n_layer} layers, width {self.width}, MLPs {self.args.mlp_ratio} times that"
 
 
-MODELS["plain"] = "own_family.Plain"
+register(MODELS, "plain", Plain)

@@ -14,8 +14,7 @@ from tests.support.tiny import (
     write_text,
 )
 from torchmars.core.errors import UserError
-from torchmars.core.files import open_to_write, write_durably
-from torchmars.core.locks import lock
+from torchmars.core.files import lock, open_to_write, write_durably
 from torchmars.storage.local import IN_USE, LOCAL
 
 FILES = "lock events.jsonl output.log logs/rank-00000.log logs/launcher-here.log".split()

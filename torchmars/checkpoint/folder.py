@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import TypeVar
 
-from torchmars.config.run import RunConfig
-from torchmars.config.toml_files import read_toml
+from torchmars.config.load import read_toml
+from torchmars.config.sections import RunConfig
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL, path_problem

@@ -9,8 +9,8 @@ from pathlib import PurePath
 from typing import Annotated, Any, BinaryIO, Literal
 
 from torchmars.checkpoint.folder import STEP, lies_in, step_of
-from torchmars.config.run import RunConfig
-from torchmars.core.bounds import Name, Range
+from torchmars.config.sections import RunConfig
+from torchmars.core.check import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
 from torchmars.data.shares import Shares

@@ -11,8 +11,8 @@ from torchmars.checkpoint.folder import P, checkpoints, folder_of, no_checkpoint
 from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.state_dict import optimizer_state_names
 from torchmars.config import Config, ResolvedConfig, identity_fields, reported_sections
-from torchmars.config.config import OF_RANKS, kind_of
-from torchmars.config.toml_files import flattened
+from torchmars.config.load import flattened
+from torchmars.config.sections import OF_RANKS
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.words import or_none
@@ -135,14 +135,14 @@ def check_same_run(
                 "now: put that one back, or choose another run.name"
             )
         was[TOKENIZER] = now[TOKENIZER]
-    fields = identity_fields(kind_of(config.model.name))
+    fields = tuple(f"{each}." for each in identity_fields(config))
     for name in now | was:
-        # Below a field are the values of a table.
-        same_run = any(f"{name}.".startswith(f"{field}.") for field in fields)
+        same_run = f"{name}.".startswith(fields)  # below a field are the values of a table
         if same_run and was.get(name) != now.get(name):
+            keep = ", or keep the weights by checkpoint.init_from" * name.startswith("training.")
             raise UserError(
                 f"{folder} was made with {name} = {or_none(was.get(name))}, the config says "
-                f"{or_none(now.get(name))}: set it back, or choose another run.name"
+                f"{or_none(now.get(name))}: set it back, or choose another run.name{keep}"
             )
     if manifest.data_fingerprint != data:
         places = ", ".join(corpus.path for corpus in config.data.corpora())

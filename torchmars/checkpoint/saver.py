@@ -16,7 +16,7 @@ from torchmars.checkpoint.staging import Staging
 from torchmars.checkpoint.upkeep import Retention
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import ResolvedConfig
-from torchmars.config.run import RunConfig
+from torchmars.config.sections import RunConfig
 from torchmars.core.device import use
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.parallel.layout import Layout

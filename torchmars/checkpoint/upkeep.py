@@ -18,12 +18,12 @@ from torchmars.checkpoint.manifest import FORMAT, CheckpointManifest, DamagedChe
 from torchmars.checkpoint.resume import read_verified
 from torchmars.config import CheckpointConfig, ResolvedConfig
 from torchmars.config.load import without_none
-from torchmars.config.run import RunConfig
+from torchmars.config.sections import RunConfig
+from torchmars.core.check import make
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
 from torchmars.core.formats import OtherVersion
-from torchmars.core.typed import make
 from torchmars.core.words import counted
 from torchmars.storage import storage_of
 from torchmars.storage.storage import DAMAGED, DELETED

@@ -18,7 +18,7 @@ from torchmars.cluster import process
 from torchmars.cluster.endpoint import interface_of
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.load import config_text
-from torchmars.core.console import labelled
+from torchmars.core.console import labelled, unless_done_in
 from torchmars.core.device import MAKERS, backend_of, gpu_name, gpu_type, use
 from torchmars.core.errors import (
     EXIT_UNCONNECTED,
@@ -29,7 +29,6 @@ from torchmars.core.errors import (
     say_error,
 )
 from torchmars.core.files import open_to_write
-from torchmars.core.timers import unless_done_in
 from torchmars.core.words import counted
 from torchmars.parallel.layout import Layout
 

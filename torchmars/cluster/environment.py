@@ -19,11 +19,9 @@ from torchmars.cluster.scheduler import (
     number_of,
 )
 from torchmars.cluster.sizes import MinMax, read_bounds
-from torchmars.core.bounds import Range
-from torchmars.core.cores import own_cores
+from torchmars.core.check import Range, make, whole_number
 from torchmars.core.errors import UserError
-from torchmars.core.files import check_writable
-from torchmars.core.typed import make, whole_number
+from torchmars.core.files import check_writable, own_cores
 
 Cores = Annotated[int, Range(1, 10_000)]
 # The variables by which those who start several copies of a program say how many: srun, the

@@ -19,9 +19,8 @@ from typing import Annotated, Any
 
 from torchmars.cluster.environment import check_copies, read_variable, start_seconds
 from torchmars.cluster.scheduler import NODE, in_batch_job
-from torchmars.core.bounds import Range
+from torchmars.core.check import Range, make, whole_number
 from torchmars.core.errors import UserError
-from torchmars.core.typed import make, whole_number
 
 Number = Annotated[int, Range(0, 100_000_000)]
 Port = Annotated[int, Range(0, 65_535)]

@@ -7,7 +7,7 @@ comparison/slurm.py submits trials.
 import socket
 from collections.abc import Mapping
 
-from torchmars.core.typed import whole_number
+from torchmars.core.check import whole_number
 
 # The variables of a job, instead of one of run_train.sh's that is not set.
 VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}

@@ -9,8 +9,7 @@ from torchmars.config.fields import Positive
 from torchmars.config.load import load_command, require_config
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import exit_on_user_error
-from torchmars.core.tables import table
-from torchmars.core.words import counted, number_or_dash
+from torchmars.core.words import counted, number_or_dash, table
 from torchmars.records.lines import Row
 
 PROG = "torchmars bench"

@@ -4,9 +4,10 @@ import importlib.util
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tomli_w
+from annotated_types import Len
 
 from torchmars.cluster.environment import keep_compiled_in
 from torchmars.comparison.contenders import find_baseline, find_contenders
@@ -23,7 +24,8 @@ from torchmars.comparison.study import Study
 from torchmars.comparison.tables import csv_text, lines, markdown, seeds_text
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command, require_config
-from torchmars.core.bounds import Place, Range
+from torchmars.core.check import Place, Range, make, read_words
+from torchmars.core.cli import words
 from torchmars.core.console import labelled, next_commands, say
 from torchmars.core.errors import (
     EXIT_STOPPED,
@@ -33,9 +35,7 @@ from torchmars.core.errors import (
     file_errors,
     missing_package,
 )
-from torchmars.core.files import write_durably
-from torchmars.core.locks import locked
-from torchmars.core.options import words
+from torchmars.core.files import locked, write_durably
 from torchmars.core.words import counted
 
 PROG = "torchmars compare"
@@ -155,28 +155,14 @@ def make_grid(options: TrialOptions) -> Grid:
     for name in TUNED:
         if (text := getattr(options, f"{name}_grid", None)) is not None:
             option = f"--{name.replace('_', '-')}-grid"
-            read = read_pair if name == "betas" else read_number
-            values: list[Value] = [read(word, option) for word in words(text, option)]
+            kind: Any = Annotated[list[float], Len(2, 2)] if name == "betas" else list[float]
+            given = [word.split(":") for word in words(text, option)]
+            read = [make(kind, read_words(each, kind, option), name=option) for each in given]
+            values: list[Value] = [each if name == "betas" else each[0] for each in read]
             grid[name] = sorted({str(value): value for value in values}.values(), key=numbers_of)
     if options.widen and len(grid["lr"]) < 2:
         raise UserError("--widen needs two learning rates or more, to know by which ratio")
     return grid
-
-
-def read_number(word: str, option: str) -> float:
-    """Return the number that a word is. Raises `UserError`."""
-    try:
-        return float(word)
-    except ValueError:
-        raise UserError(f"{option}: {word!r} is no number: write 1e-3,2e-3") from None
-
-
-def read_pair(word: str, option: str) -> list[float]:
-    """Return the two numbers of a word such as 0.9:0.95. Raises `UserError`."""
-    parts = word.split(":")
-    if len(parts) != 2:
-        raise UserError(f"{option}: {word!r} is no pair of numbers: write 0.9:0.95,0.95:0.99")
-    return [read_number(part, option) for part in parts]
 
 
 def run_study(study: Study, options: TrialOptions, about: str) -> bool:

@@ -9,21 +9,19 @@ from typing import Any
 import tomli_w
 
 from torchmars.config import ResolvedConfig
-from torchmars.config.checkpoint import HF
-from torchmars.config.config import OF_RANKS, kind_of
 from torchmars.config.load import (
+    NamedTables,
     config_from_tables,
-    config_of,
+    flattened,
     load_sources,
     source_of,
+    validate,
     without_none,
 )
-from torchmars.config.toml_files import NamedTables, flattened
+from torchmars.config.sections import HF, OF_RANKS
 from torchmars.core.console import say
 from torchmars.core.errors import exit_on_user_error
-from torchmars.core.options import take_options
-from torchmars.core.tables import table
-from torchmars.core.words import or_none
+from torchmars.core.words import or_none, table
 from torchmars.records.run import read_run
 
 
@@ -42,9 +40,8 @@ class ShowConfig:
 def main() -> None:
     """Print the config that the command line names."""
     with exit_on_user_error():
-        options, rest = take_options(ShowConfig, sys.argv[1:])
-        sources = load_sources(rest, "torchmars config", ShowConfig)
-        config = config_of(sources)
+        options, sources, _ = load_sources(ShowConfig, sys.argv[1:], "torchmars config")
+        config = validate(sources)
         if options.diff is None:
             rows = [*values_with_sources(config, sources)]
         else:
@@ -56,7 +53,9 @@ def values_with_sources(
     config: ResolvedConfig, sources: list[NamedTables]
 ) -> Iterator[tuple[str, str]]:
     """Yield each value as TOML, and where it is from."""
-    defaults = flattened(asdict(kind_of(config.model.name)()))
+    defaults: dict[str, Any] = {}
+    for section, values in vars(config).items():
+        defaults |= flattened(asdict(type(values)()), f"{section}.")
     for name, value in set_values(config).items():
         from_default = "default" if defaults.get(name) == value else "follows from others"
         yield f"{name} = {toml(value)}", f"# {source_of(sources, name) or from_default}"

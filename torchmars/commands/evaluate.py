@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from torchmars.config import ParallelismConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
-from torchmars.core.bounds import Pattern
+from torchmars.core.check import Pattern
+from torchmars.core.cli import Positional, check_results_file, parse, words, write_results
 from torchmars.core.errors import (
     LostRank,
     UserError,
@@ -18,8 +19,6 @@ from torchmars.core.errors import (
     exit_on_user_error,
     report_failure,
 )
-from torchmars.core.help import Positional
-from torchmars.core.options import check_results_file, parse, words, write_results
 from torchmars.data.progress_bar import progress_bar
 
 if TYPE_CHECKING:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
+from torchmars.core.cli import Positional, parse
 from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
-from torchmars.core.help import Positional
-from torchmars.core.options import parse
 from torchmars.core.words import counted
 from torchmars.storage.storage import MANIFEST
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from torchmars.config.fields import Amount, Count, Positive
 from torchmars.config.plugins import PluginOptions
-from torchmars.core.bounds import Range
+from torchmars.core.check import Range
+from torchmars.core.cli import Positional, parse
 from torchmars.core.console import say, write
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import read_text
-from torchmars.core.help import Positional
-from torchmars.core.options import parse
 
 if TYPE_CHECKING:
     from torchmars.models import Model

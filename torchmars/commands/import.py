@@ -8,11 +8,10 @@ from typing import Any
 import tomli_w
 
 from torchmars.config.plugins import PluginOptions
+from torchmars.core.cli import Positional, parse, words
 from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error, file_errors
 from torchmars.core.files import path_problem, write_durably
-from torchmars.core.help import Positional
-from torchmars.core.options import parse, words
 
 REMEDY = "set data.tokenizer to the one that the model was trained with, else it is bytes"
 

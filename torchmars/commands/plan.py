@@ -7,7 +7,7 @@ from typing import Annotated
 from torchmars.cluster.sizes import MinMax, UsableSizes, read_bounds, sizes_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command
-from torchmars.core.bounds import Range
+from torchmars.core.check import Range
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.records.gpus import GIB

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from torchmars.comparison.results import RESULTS_FILE, read_comparison
+from torchmars.core.cli import Positional, check_suffix, parse
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error, missing_package
-from torchmars.core.help import Positional
-from torchmars.core.options import check_suffix, parse
 from torchmars.records.run import read_runs
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from torchmars.cluster import scheduler
 from torchmars.config import DataConfig, ResolvedData
 from torchmars.config.load import load_command, require_config
-from torchmars.core.bounds import Range
+from torchmars.core.check import Range
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.words import counted

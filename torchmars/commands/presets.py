@@ -1,31 +1,30 @@
-"""List the presets: published settings by name, with cost and expected result."""
+"""List published settings by name, with their cost and expected result."""
 
 import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from torchmars.config.presets import read_presets
+from torchmars.core.check import meant
+from torchmars.core.cli import Positional, parse
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
-from torchmars.core.help import Positional
-from torchmars.core.options import parse
 from torchmars.core.places import local_place
-from torchmars.core.typed import meant
 
 
 @dataclass
 class Presets:
-    """List the presets: published settings by name, with cost and expected result.
+    """List published settings by name, with their cost and expected result.
 
-    A preset is called FAMILY-SIZE-RULE-DATA. Its name goes where a config file goes:
-    `CONFIG_FILE=gpt2-small-mars-m-openwebtext ./run_train.sh`, or
+    A preset is a file of train_configs/presets, FAMILY-SIZE-RULE-DATA.toml. Its name goes where a
+    config file goes: `CONFIG_FILE=gpt2-small-mars-m-openwebtext ./run_train.sh`, or
     `torchmars train gpt2-small-mars-m-openwebtext my.toml --training.steps 10000`.
     """
 
     name: Positional[str | None] = None
     """A preset to describe in full: its settings, their source, and disagreements of sources.
     Default: a table of all."""
-    family: Literal["gpt2", "llama", "qwen3"] | None = None
+    family: Literal["gpt2", "llama"] | None = None
     """Only the presets of this family."""
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from torchmars.cluster.environment import read_variable, split_endpoint
 from torchmars.cluster.process import stopping
+from torchmars.core.cli import Positional, parse
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError, exit_on_user_error
-from torchmars.core.help import Positional
-from torchmars.core.options import parse
 
 
 @dataclass

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torchmars.checkpoint.folder import other_run
+from torchmars.core.cli import Positional, check_results_file, parse, write_results
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
-from torchmars.core.help import Positional
-from torchmars.core.options import check_results_file, parse, write_results
 from torchmars.core.places import local_place
-from torchmars.core.tables import table
-from torchmars.core.words import counted, duration, number_or_dash
+from torchmars.core.words import counted, duration, number_or_dash, table
 from torchmars.records.lines import warn_of_damage
 from torchmars.records.overview import find_runs, overview
 from torchmars.records.run import LINES

@@ -13,11 +13,9 @@ from torchmars.cluster import process
 from torchmars.cluster.environment import check_copies, check_temporary_folder, read_environment
 from torchmars.cluster.scheduler import in_batch_job
 from torchmars.cluster.sizes import sizes_of
-from torchmars.config.load import load_config, require_config
+from torchmars.config.load import load_command, require_config
 from torchmars.core import console
 from torchmars.core.errors import EXIT_STOPPED, Ended, UserError, exit_on_user_error
-from torchmars.core.options import take_options
-from torchmars.records.overview import is_complete
 
 
 @dataclass
@@ -41,17 +39,18 @@ def main() -> None:
     """Train the run of the config that the command line names; ends the process."""
     process.follow_caller()
     with exit_on_user_error():
-        options, rest = take_options(Train, sys.argv[1:])
-        if rest[:1] == [""]:
+        if sys.argv[1:2] == [""]:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
         environment = read_environment(os.environ)
+        check_temporary_folder()
+        options, config, rest = load_command(Train, sys.argv[1:], "torchmars train")
         by_script = options.prepare or options.prepared or options.complete
         if not (by_script and in_batch_job(os.environ)):  # run_train.sh counts a job's machines
             check_copies(os.environ, environment.NNODES)
-        check_temporary_folder()
-        config = load_config(rest, "torchmars train", Train)
         require_config(rest)
         if options.complete:
+            from torchmars.records.overview import is_complete  # it brings numpy
+
             raise Ended(0 if is_complete(config) else EXIT_STOPPED)
         if options.quiet:
             console.logger.setLevel(logging.WARNING)

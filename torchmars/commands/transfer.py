@@ -8,11 +8,11 @@ from typing import Annotated
 from torchmars.commands.compare import TrialOptions, check_options, make_grid, run_study
 from torchmars.comparison.results import Grid
 from torchmars.config import ResolvedConfig
+from torchmars.config.fields import Positive
 from torchmars.config.load import load_command, require_config
-from torchmars.core.bounds import Place, Range
+from torchmars.core.check import Place, Range, read_words
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_STOPPED, Ended, UserError, exit_on_user_error
-from torchmars.core.options import words
 
 PROG = "torchmars transfer"
 # A base, which the smallest size replaces: so depth and decay may be set without one.
@@ -72,14 +72,8 @@ def main() -> None:
 
 
 def read_sizes(text: str | None, option: str) -> list[int]:
-    """Return the numbers of an option; none if it is not given. Raises `UserError`."""
-    try:
-        sizes = sorted({int(word) for word in words(text, option)}) if text is not None else []
-    except ValueError:
-        sizes = [0]
-    if sizes and sizes[0] < 1:
-        raise UserError(f"{option}: {text!r} is no numbers of sizes: write 64,128,256")
-    return sizes
+    """Return the numbers of an option, in order; none if it is not given. Raises `UserError`."""
+    return [] if text is None else sorted({*read_words([text], list[Positive], option)})
 
 
 def check_training(options: CheckTransfer, config: ResolvedConfig, arguments: list[str]) -> Grid:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchmars.config.load import SHIPPED, Tables, read_toml
 from torchmars.config.optimizer import OptimizerConfig
-from torchmars.config.toml_files import SHIPPED, Tables, read_toml
+from torchmars.core.check import meant
 from torchmars.core.errors import UserError
 from torchmars.core.places import local_place
-from torchmars.core.typed import meant
 
 # The baseline if it takes part and --baseline names no other.
 BASELINE = "adamw"

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchmars.config import Config, ResolvedConfig, TransferConfig
-from torchmars.config.transfer import shape_fields
+from torchmars.config import Config, ResolvedConfig
+from torchmars.config.model import shape_fields
 from torchmars.core.errors import UserError
 from torchmars.models import Model, build_run_model
 from torchmars.models.base import factors_of
@@ -58,13 +58,13 @@ def sized(config: C, width: int | None = None, depth: int | None = None) -> C:
 
 def bare(config: C) -> C:
     """Return a config without a base."""
-    return replace(config, transfer=TransferConfig())
+    return replace(config, transfer=type(config.transfer)())
 
 
 def based(config: C, base: Config) -> C:
     """Return a config whose [transfer] names the model of another config as the base."""
     model = build_run_model(bare(base), VOCABULARY)
-    names = shape_fields({"": model.settings})
+    names = shape_fields(model.settings)
     shape: dict[str, Any] = {name: getattr(model.args, name) for name in names}
     return replace(config, transfer=replace(config.transfer, size=None, **shape))
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from torchmars.core.check import make, parse_json
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem, read_text, write_durably
-from torchmars.core.typed import make, parse_json
 
 RESULTS_FILE = "results.json"
 

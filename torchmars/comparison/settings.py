@@ -3,8 +3,7 @@
 import tomli
 
 from torchmars.comparison.study import Study
-from torchmars.config.load import config_text
-from torchmars.config.toml_files import Tables, flattened, read_toml
+from torchmars.config.load import Tables, config_text, flattened, read_toml
 from torchmars.core.errors import UserError
 
 SETTINGS_FILE = "comparison.toml"

@@ -10,7 +10,7 @@ from torchmars.comparison.results import Kind, Settings, rate_of
 from torchmars.comparison.study import Study
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import without_none
-from torchmars.core.tables import table
+from torchmars.core.words import table
 
 STEPS = 4  # of the coordinate check
 WITHOUT = "-without"  # ends the names of sizes that take no rates of a base

@@ -9,8 +9,7 @@ from collections.abc import Collection
 import numpy as np
 
 from torchmars.comparison.results import Comparison, Estimate, Settings, Value, numbers_of, rate_of
-from torchmars.core.tables import table
-from torchmars.core.words import counted, number_or_dash
+from torchmars.core.words import counted, number_or_dash, table
 
 Rows = list[list[str]]
 RATES = ["size", "best rate", "over seeds", "lowest loss", "lost at the base's rate"]

@@ -1,27 +1,25 @@
-"""Every setting of a run: one file and one dataclass for each section of the TOML file."""
+"""Every setting of a run: a dataclass for each section of the TOML file."""
 
-from torchmars.config.activations import ActivationCheckpointConfig
-from torchmars.config.checkpoint import CheckpointConfig
-from torchmars.config.config import Config, ResolvedConfig, identity_fields, reported_sections
 from torchmars.config.data import DataConfig, PartConfig, ResolvedData
-from torchmars.config.evaluation import EvaluationConfig
-from torchmars.config.guards import GuardsConfig
-from torchmars.config.metrics import MetricsConfig
-from torchmars.config.model import ModelConfig
-from torchmars.config.optimizer import (
-    GroupConfig,
-    OptimizerConfig,
-    PatternConfig,
-    ResolvedOptimizer,
-    Rule,
-)
+from torchmars.config.model import ModelConfig, TransferConfig, model_config
+from torchmars.config.optimizer import GroupConfig, OptimizerConfig, PatternConfig, Rule
 from torchmars.config.parallelism import Degrees, ParallelismConfig
-from torchmars.config.profiler import ProfilerConfig
-from torchmars.config.run import RunConfig
-from torchmars.config.schedule import ScheduleConfig
+from torchmars.config.sections import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
+    Config,
+    EvaluationConfig,
+    GuardsConfig,
+    MetricsConfig,
+    ProfilerConfig,
+    ResolvedConfig,
+    RunConfig,
+    ScheduleConfig,
+    ValidationConfig,
+    identity_fields,
+    reported_sections,
+)
 from torchmars.config.training import TrainingConfig
-from torchmars.config.transfer import TransferConfig
-from torchmars.config.validation import ValidationConfig
 
 __all__ = [
     "ActivationCheckpointConfig",
@@ -41,7 +39,6 @@ __all__ = [
     "ProfilerConfig",
     "ResolvedConfig",
     "ResolvedData",
-    "ResolvedOptimizer",
     "Rule",
     "RunConfig",
     "ScheduleConfig",
@@ -49,5 +46,6 @@ __all__ = [
     "TransferConfig",
     "ValidationConfig",
     "identity_fields",
+    "model_config",
     "reported_sections",
 ]

@@ -6,9 +6,11 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+from annotated_types import Interval
+
 from torchmars.config.fields import Amount, Mark, Positive, require
 from torchmars.config.source import parse_source
-from torchmars.core.bounds import Local, Name, Pattern, Place, Range
+from torchmars.core.check import Local, Name, Pattern, Place
 from torchmars.core.errors import UserError
 
 Packing = Literal["stream", "best_fit"]
@@ -63,7 +65,7 @@ class DataConfig:
     folder of its parts' folders, by default data."""
     mixture: list[PartConfig] = field(default_factory=list)
     """[[data.mixture]] tables: several corpora, with weights. In TOML only."""
-    validation_fraction: Annotated[float, Range(0, 0.5, open_low=True)] = 0.01
+    validation_fraction: Annotated[float, Interval(gt=0, le=0.5)] = 0.01
     """Share of the documents kept for validation: those whose hash falls below it."""
     processes: Positive | None = None
     """Processes that tokenise. The shards do not depend on it. Default: the cores that this

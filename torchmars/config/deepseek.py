@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from torchmars.config.decoder import DecoderArgs
+from annotated_types import Interval
+
 from torchmars.config.fields import Mark
-from torchmars.config.model_args import Sizes
-from torchmars.core.bounds import Range
+from torchmars.config.model_args import DecoderArgs, Sizes
 from torchmars.core.errors import UserError
 
 
@@ -72,25 +72,25 @@ class DeepseekArgs(DecoderArgs):
         "kv_lora_rank",
     )
 
-    q_lora_rank: Annotated[int, Range(0, 100_000)]
+    q_lora_rank: Annotated[int, Interval(ge=0, le=100_000)]
     """Width of the latents that queries are made from. 0: they are made from hidden states."""
-    kv_lora_rank: Annotated[int, Range(1, 100_000)]
+    kv_lora_rank: Annotated[int, Interval(ge=1, le=100_000)]
     """Width of the latents that keys and values are made from."""
-    qk_nope_head_dim: Annotated[int, Range(1, 10_000)]
+    qk_nope_head_dim: Annotated[int, Interval(ge=1, le=10_000)]
     """Width of the part of each head's query and key that has no position."""
-    qk_rope_head_dim: Annotated[int, Range(2, 10_000)]
+    qk_rope_head_dim: Annotated[int, Interval(ge=2, le=10_000)]
     """Width of the part that is rotated. All heads share that of keys."""
-    v_head_dim: Annotated[int, Range(1, 10_000)]
+    v_head_dim: Annotated[int, Interval(ge=1, le=10_000)]
     """Width of each head's values."""
     rope_interleave: bool = True
     """Rotate neighbouring dims as pairs, as published weights want it. false: those of two
     halves."""
-    rope_logit_factor: Annotated[float, Range(0, 100)] = 0.0
+    rope_logit_factor: Annotated[float, Interval(ge=0, le=100)] = 0.0
     """Where rotary positions are stretched: attention logits are times (0.1 * this *
     ln(rope_scaling_factor) + 1)^2. 1 in DeepSeek-V3, whose config.json calls it mscale_all_dim."""
-    n_group: Annotated[int, Range(1, 10_000), Mark.NO_SHAPE] = 1
+    n_group: Annotated[int, Interval(ge=1, le=10_000), Mark.NO_SHAPE] = 1
     """Groups of experts. A token chooses groups first, then experts in them."""
-    topk_group: Annotated[int, Range(1, 10_000), Mark.NO_SHAPE] = 1
+    topk_group: Annotated[int, Interval(ge=1, le=10_000), Mark.NO_SHAPE] = 1
     """Groups that each token chooses."""
 
     @property

@@ -1,20 +1,20 @@
 """Shared by the fields of all sections: bounded types, marks, and how a check fails."""
 
 import enum
-from collections.abc import Mapping
-from dataclasses import field, make_dataclass
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from torchmars.core.bounds import Range
+from annotated_types import Interval
+
 from torchmars.core.errors import UserError
 
-T = TypeVar("T")
-
-# Upper bounds are beyond all that is meant, and below what overflows.
-Count = Annotated[int, Range(0, 1_000_000_000)]
-Positive = Annotated[int, Range(1, 1_000_000_000)]
-Amount = Annotated[float, Range(0, 1_000_000)]
-Clip = Annotated[float, Range(0, float("inf"))]
+# Upper bounds are beyond all that is meant, and below what overflows. NaN is above each of them.
+Count = Annotated[int, Interval(ge=0, le=1_000_000_000)]
+Positive = Annotated[int, Interval(ge=1, le=1_000_000_000)]
+Amount = Annotated[float, Interval(ge=0, le=1_000_000)]
+MoreThan0 = Annotated[float, Interval(gt=0, le=1_000_000)]
+Part = Annotated[float, Interval(ge=0, le=1)]
+Clip = Annotated[float, Interval(ge=0, le=float("inf"))]
 
 
 class Mark(enum.Enum):
@@ -26,17 +26,9 @@ class Mark(enum.Enum):
     NO_SHAPE = "of a model's settings: a whole number that changes the shape of no weight"
 
 
-def with_settings(kind: type[T], settings: Mapping[str, tuple[Any, Any, str]]) -> type[T]:
-    """Return the section `kind` with more fields, of each its type, its default and its `--help`.
-
-    They are those that rules or models declare.
-    """
-    more = [
-        (name, hint, field(default=default, metadata={"help": text}))
-        for name, (hint, default, text) in settings.items()
-    ]
-    same = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return make_dataclass(kind.__name__, more, bases=(kind,), frozen=True, namespace=same)
+def remade(section: Callable[[str], type], name: str, values: dict[str, Any]) -> Any:
+    """Return a section of a family or a rule again: its class is made, so pickle cannot find it."""
+    return section(name)(**values)
 
 
 def require(condition: bool, message: str) -> None:

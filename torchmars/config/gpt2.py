@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from annotated_types import Interval
+
 from torchmars.config.fields import Mark
 from torchmars.config.model_args import ModelArgs, Sizes
-from torchmars.core.bounds import Range
 from torchmars.core.errors import UserError
 
 
@@ -22,11 +23,11 @@ class GPT2Args(ModelArgs):
     }
     grows: ClassVar[tuple[str, ...]] = ("n_embd", "n_head")
 
-    n_layer: Annotated[int, Range(1, 1_000)]
+    n_layer: Annotated[int, Interval(ge=1, le=1_000)]
     """Number of blocks."""
-    n_head: Annotated[int, Range(1, 10_000)]
+    n_head: Annotated[int, Interval(ge=1, le=10_000)]
     """Attention heads of each block."""
-    n_embd: Annotated[int, Range(1, 1_000_000)]
+    n_embd: Annotated[int, Interval(ge=1, le=1_000_000)]
     """Width."""
     bias: bool = False
     """Biases in layers and norms, as OpenAI's weights have and the MARS runs had not."""
@@ -36,7 +37,7 @@ class GPT2Args(ModelArgs):
     scale_attn_by_inverse_layer_idx: bool = False
     """Divide attention logits also by the block's number, counted from 1. The published MARS runs
     did."""
-    dropout: Annotated[float, Range(0, 0.99), Mark.CHANGEABLE] = 0.0
+    dropout: Annotated[float, Interval(ge=0, le=0.99), Mark.CHANGEABLE] = 0.0
     """Probability of dropout on embeddings, attention and both outputs of a block in training."""
 
     def check(self) -> None:

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from torchmars.config.decoder import DecoderArgs
+from annotated_types import Interval
+
 from torchmars.config.fields import Mark
-from torchmars.config.model_args import Sizes
-from torchmars.core.bounds import Range
+from torchmars.config.model_args import DecoderArgs, Sizes
 from torchmars.core.errors import UserError
 
 
@@ -111,18 +111,18 @@ class LlamaArgs(DecoderArgs):
         "n_expert_inner",
     )
 
-    n_kv_head: Annotated[int, Range(1, 10_000)]
+    n_kv_head: Annotated[int, Interval(ge=1, le=10_000)]
     """Heads of the keys and values, each shared by n_head / n_kv_head queries."""
-    head_dim: Annotated[int, Range(2, 10_000)] | None = None
+    head_dim: Annotated[int, Interval(ge=2, le=10_000)] | None = None
     """Width of a head. That is n_embd / n_head; 128 for Qwen3."""
 
-    rotary_fraction: Annotated[float, Range(0.01, 1)] = 1.0
+    rotary_fraction: Annotated[float, Interval(ge=0.01, le=1)] = 1.0
     """The part of each head, from its first dim, that rotary positions turn. 0.5 in GLM-4.5."""
     rope_blocks: str = "r"
     """Which blocks have rotary positions, a letter each: r has them, u has them unscaled, n has
     none. "rrrn": every fourth block has none, as in SmolLM3. Fewer letters than blocks are
     repeated."""
-    window: Annotated[int, Range(1, 100_000_000), Mark.NO_SHAPE] | None = None
+    window: Annotated[int, Interval(ge=1, le=100_000_000), Mark.NO_SHAPE] | None = None
     """Tokens that a token attends to in the blocks of window_blocks: itself and those before it.
     Default: all."""
     window_blocks: str = "s"

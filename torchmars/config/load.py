@@ -1,228 +1,223 @@
-"""From TOML files and `--section.key value` overrides to a resolved config, and back to a file."""
+"""From TOML files and `--section.key value` to a resolved config, and back to a file.
+
+Five functions in this order: `read` (files, with what they extend), `merge`, `load_named_plugins`,
+`overlay` (the command line), `validate`. Tables keep where they are from: errors say so.
+"""
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_type_hints
 
+import tomli
 import tomli_w
 
-from torchmars.config.checkpoint import HF
-from torchmars.config.config import Config, ResolvedConfig, kind_of
-from torchmars.config.entries import check_tables
-from torchmars.config.model import ModelConfig
+from torchmars.config.model import OWN, ModelConfig
+from torchmars.config.optimizer import OptimizerConfig
 from torchmars.config.plugins import load_plugins, not_loaded
-from torchmars.config.presets import find_sources
-from torchmars.config.run import Modules
+from torchmars.config.sections import HF, Config, Modules, ResolvedConfig, sections_of
 from torchmars.config.source import parse_source
-from torchmars.config.toml_files import NamedTables, Tables, merge
+from torchmars.core import cli
+from torchmars.core.check import make, nearest, question, table_in
+from torchmars.core.cli import COMMAND_LINE, settings_in
 from torchmars.core.errors import UserError
-from torchmars.core.files import path_problem
-from torchmars.core.help import help_asked, options_of, print_help_if_asked
-from torchmars.core.options import take_options
-from torchmars.core.places import place
-from torchmars.core.typed import (
-    dotted_names,
-    hint_at,
-    make,
-    nearest,
-    question,
-    read_words,
-    setting_meant,
-    table_in,
-)
+from torchmars.core.files import path_problem, read_text
+from torchmars.core.places import local_place, place
 from torchmars.optim.rules import RULES
 
-COMMAND_LINE = "on the command line"
-# Other commands, which have no config, have this option too.
-SHORT = {"--plugins": "--run.plugins"}
-SECTIONS = [each.name for each in dataclasses.fields(Config)]
-OVERRIDES = "overrides look like --section.key value, see --help"
-# For options that other programs have.
-REMEDIES = {
-    "--resume": "the same command again goes on where the run stopped",
-    "--dry-run": "torchmars plan says what a run would take",
-    "--print-config": "torchmars config prints the resolved config",
-}
+T = TypeVar("T")
+Tables = dict[str, Any]
+NamedTables = tuple[str, Tables]  # tables, and where they are from, as errors say it
+
+# A link to the folder at the top of the repository; an installed package has a copy.
+SHIPPED = Path(__file__).parents[1] / "train_configs"
+EXTENDS = "extends"  # the key of the files that a file builds on
+# The keys of [data] that name a corpus, in one way or the other.
+SINGLE, MIXTURE = {"source", "files"}, {"mixture"}
+ARRAYS = ("optimizer.groups", "data.mixture")  # of tables, in TOML only
+# Of a preset what is not a setting, but said of it.
+ABOUT = "about"
 DESCRIPTION = (
-    "Settings come from the TOML files; of two files the later one wins. The name of a preset "
-    "stands for several files: torchmars presets lists them. --section.key value "
-    "overrides one setting. [[optimizer.groups]] tables, in TOML only, claim parameters by name: "
+    "Settings come from the TOML files; of two files the later one wins. A preset is a file too: "
+    "torchmars presets lists them. --section.key value overrides one setting. "
+    "[[optimizer.groups]] tables, in TOML only, claim parameters by name: "
     'pattern = "blocks.*.qkv.weight" and any key of [optimizer.matrix]. [[data.mixture]] tables, '
     "in TOML only, are corpora with weights."
 )
-
-T = TypeVar("T")
-
-# The keys of [data] that name a corpus, in one way or the other.
-SINGLE, MIXTURE = {"source", "files"}, {"mixture"}
 
 
 def load_command(
     kind: type[T], args: list[str], prog: str, before: Sequence[NamedTables] = ()
 ) -> tuple[T, ResolvedConfig, list[str]]:
-    """Return a command's own options, the dataclass `kind`, the config of the rest, and the rest.
+    """Return a command's own options, the dataclass `kind`, its config, and the config's arguments.
 
     `before` are settings of the command, which all others override. `--help` prints both with their
     defaults and exits. Raises `UserError` for anything the user got wrong.
     """
-    print_help(args, prog, kind)
-    options, rest = take_options(kind, args)
-    return options, config_of([*before, *load_sources(rest, prog, kind)]), rest
+    options, sources, rest = load_sources(kind, args, prog)
+    return options, validate([*before, *sources]), rest
 
 
-def load_config(args: list[str], prog: str, *options: type) -> ResolvedConfig:
+def load_config(args: list[str], prog: str) -> ResolvedConfig:
     """Return the resolved config of `[CONFIG.toml ...] [--section.key value ...]`.
 
-    `--help` prints every field with its default, calls the command `prog`, tells of its own
-    `options` too, and exits. Raises `UserError` for anything the user got wrong.
+    `--help` prints the settings, and exits. Raises `UserError` for anything the user got wrong.
     """
-    return config_of(load_sources(args, prog, *options))
+    return load_command(NoOptions, args, prog)[1]
 
 
-def load_sources(args: list[str], prog: str, *options: type) -> list[NamedTables]:
-    """Return the tables that `args` name, as of `load_config`, and where each is from.
-
-    `--help` tells of the command's own `options` too. Raises `UserError`.
-    """
-    print_help(args, prog, *options)
-    return sources_in(args, *options)
+@dataclasses.dataclass
+class NoOptions:
+    """Settings of a run."""
 
 
-def print_help(args: list[str], prog: str, *options: type) -> None:
-    """Print the help of a command that has settings, where `args` ask for it, and exit.
-
-    It has the settings of the plugins that `args` name too, where these can be read.
-    """
-    kind: type[Config] = Config
-    named, rest = help_asked(args)
+def load_sources(
+    kind: type[T], args: list[str], prog: str
+) -> tuple[T, list[NamedTables], list[str]]:
+    """Return a command's own options, its tables, and the arguments that are not its own."""
+    args = [full_name(arg) for arg in args]
+    named, asked = cli.help_asked(args)
     if named is not None:
+        sections = sections_of()
         with contextlib.suppress(UserError):
-            for each in options:
-                _, rest = take_options(each, rest)
-            sources = sources_in(rest)
-            load_named_plugins(sources)
-            kind = kind_for(merged(sources))
-    print_help_if_asked(
-        args, f"{prog} [CONFIG.toml ...]", *options, settings=kind, more=DESCRIPTION
-    )
+            _, others = cli.taken(asked, kind)
+            sections = sections_for(others, read(files_in(others)))
+        cli.print_help_if_asked(
+            args, f"{prog} [CONFIG.toml ...]", kind, sections=sections, more=DESCRIPTION
+        )
+    mine, rest = cli.taken(args, kind)
+    files = files_in(rest)
+    sources = read(files)
+    sections = sections_for(rest, sources)
+    settings = settings_in(sections)
+    for option, _ in cli.grouped(rest):
+        name = option.partition("=")[0].removeprefix("--").replace("-", "_")
+        if "." in name and name not in settings:
+            raise unknown_setting(name, COMMAND_LINE, sections)
+    words = cli.words_in([*mine, *rest[len(files) :]], [kind], sections)
+    sources.append((COMMAND_LINE, overlay(words, settings)))
+    return cli.build(kind, words), sources, rest
 
 
-def sources_in(args: list[str], *options: type) -> list[NamedTables]:
-    """Return the tables of the files and of the overrides in `args`, and where each is from.
-
-    Raises `UserError`, which may name one of the command's own `options`.
-    """
-    own = [each.spelled for kind in options for each in options_of(kind) if not each.positional]
-    files = list(takewhile(lambda arg: not arg.startswith("--"), args))
-    return [*sources_of(files), (COMMAND_LINE, parse_overrides(args[len(files) :], own))]
+def full_name(arg: str) -> str:
+    """Return an argument, where it is `--plugins` as the setting that this is short for."""
+    name, equals, value = arg.partition("=")
+    return f"--run.plugins{equals}{value}" if name == "--plugins" else arg
 
 
-def sources_of(files: list[str]) -> list[NamedTables]:
-    """Return the tables of config files or presets, and where each is from. Raises `UserError`.
-
-    The first file gives the run its name, where no table does.
-    """
-    sources = [source for file in files for source in sources_named(file)]
-    if files:
-        sources.insert(0, (f"the name of {files[0]}", {"run": {"name": config_name(files[0])}}))
-    return sources
-
-
-def sources_named(file: str) -> list[NamedTables]:
-    """Return the tables of a config file or a preset. Raises `UserError`, also for a setting."""
-    try:
-        return find_sources(file)
-    except UserError:
-        name, equals, value = file.lstrip("-").partition("=")
-        near = name if name in dotted_names(Config) else ""
-        if equals and not near:
-            near = setting_meant(Config, [], name.replace(".", "_"))
-        if os.path.lexists(file) or near in ("", *SECTIONS):
-            raise
-        given = f"--{near} {value}".strip()
-        raise UserError(f"cannot read the config {file}: did you mean {given}?") from None
+def files_in(args: Sequence[str]) -> list[str]:
+    """Return the files that a command line begins with."""
+    return [*takewhile(lambda arg: not arg.startswith("-"), args)]
 
 
 def require_config(args: list[str], prog: str = "torchmars train") -> None:
     """Raise `UserError` if `args`, as of `load_config`, begin with no config."""
-    if not args or args[0].startswith("--"):
+    if not files_in(args):
         raise UserError(f"no config is named: {prog} quickstart.toml takes one of a small model")
 
 
-def config_name(file: str) -> str:
-    """Return the default name of a run of a config file or a preset."""
-    return Path(file).name.removesuffix(".toml")
+def read(files: Iterable[str]) -> list[NamedTables]:
+    """Return the tables of config files, after those that they extend. Raises `UserError`.
 
-
-def config_of(sources: list[NamedTables]) -> ResolvedConfig:
-    """Return the resolved config of a command line's tables; load its plugins.
-
-    Raises `UserError`.
+    A file that is extended several times counts where it comes last, since it wins there. The first
+    file gives the run its name, where no table does.
     """
-    load_named_plugins(sources)
-    config = config_from_sources(sources)
-    check_places(config)
-    return config
+    sources: list[NamedTables] = []
+    for name in files:
+        found = read_extended(str(local_place(name, "the name of a config")), (), {})
+        sources += [(f"in {file}", tables) for file, tables in found.items()]
+        if len(sources) == len(found):
+            run = {"name": Path(name).name.removesuffix(".toml")}
+            sources.insert(0, (f"the name of {name}", {"run": run}))
+    return sources
 
 
-def load_named_plugins(sources: list[NamedTables]) -> None:
-    """Load the plugins that a command line's tables name. Raises `UserError`."""
-    setting = "run.plugins"
-    named = [(source, tables["run"]) for source, tables in sources if has(tables, setting)]
-    for source, run in named[-1:]:
-        plugins = run.get("plugins") if isinstance(run, dict) else run
-        load_plugins(make(Modules, plugins, source, setting))
+def read_extended(
+    name: str, extending: tuple[str, ...], read: dict[str, dict[str, Tables]]
+) -> dict[str, Tables]:
+    """Return the tables of a config file, after the files that it extends, by file.
+
+    `extending` are the files that lead to this one. `read` caches the tables of files read so far.
+    """
+    if name in extending:
+        raise UserError(f"{name} extends itself ({' -> '.join([*extending, name])}): remove one")
+    if name not in read:
+        tables = read_toml(find_config(name))
+        tables.pop(ABOUT, None)
+        found: dict[str, Tables] = {}
+        for each in make(list[str], tables.pop(EXTENDS, []), f"in {name}", EXTENDS):
+            each = str(local_place(each, f"{EXTENDS} in {name}"))
+            for file, its in read_extended(each, (*extending, name), read).items():
+                found.pop(file, None)
+                found[file] = its
+        read[name] = found | {name: tables}
+    return read[name]
 
 
-def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
-    """Return the resolved config of a table for each section, such as a checkpoint keeps.
+def find_config(name: str) -> Path:
+    """Return the file that `name` is, or else the one of that name in train_configs.
 
-    `source` says in errors where it is from.
+    A preset goes by its name without `.toml`.
+    """
+    shipped = [SHIPPED / name, SHIPPED / "presets" / f"{name}.toml"]
+    found = [] if os.path.lexists(name) else [each for each in shipped if os.path.isfile(each)]
+    return found[0] if found else Path(name)
+
+
+def read_toml(path: Path) -> Tables:
+    """Return the tables of a TOML file, with or without a byte order mark.
+
+    Raises `UserError` if it is missing or no TOML.
     """
     try:
-        return config_from_sources([(source, without_none(tables))])
-    except UserError:
-        if not (missing := not_loaded(tables)):
-            raise
+        return tomli.loads(read_text(path))
+    except OSError as error:
+        near = nearest_config(path) if isinstance(error, FileNotFoundError) else ""
         raise UserError(
-            f"the run had the plugins {', '.join(missing)}, which a file of a run cannot load: if "
-            f"you trust them, add --plugins {','.join(missing)} (in Python: import them)"
+            f"cannot read the config {path}: {error.strerror}: "
+            + (question(near) or "name a TOML file, or a preset (torchmars presets)")
         ) from None
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or nested too deeply
+        raise UserError(f"{path} is not valid TOML: {error}") from None
 
 
-def config_from_sources(sources: list[NamedTables]) -> ResolvedConfig:
-    """Return the resolved config of tables and where each is from; of two the later one wins.
+def nearest_config(path: Path) -> str:
+    """Return what `path` was meant to be; "" if nothing is like it.
 
-    Raises `UserError`.
+    It is one of our files, or one beside `path`, or a text to train on.
     """
-    check_tables()
-    tables = merged(sources)
-    return make(kind_for(tables), tables, partial(source_of, sources)).resolve()
+    if path.suffix == ".txt":
+        return f"--data.source text:{path}"
+    ours = [each.relative_to(SHIPPED) for each in sorted(SHIPPED.rglob("*.toml"))]
+    beside = [*path.parent.glob("*.toml")] if os.path.isdir(path.parent) else []
+    known = {each.stem: each.stem if "presets" in each.parts else str(each) for each in ours[::-1]}
+    known |= {str(each.with_suffix("")): str(each) for each in [*ours, *beside]}
+    return known.get(nearest(str(path).removesuffix(".toml"), [*known], 0.8), "")
 
 
-def source_of(sources: list[NamedTables], setting: str) -> str:
-    """Return where a setting is from, the last that has it; "" where none has."""
-    return next((name for name, tables in reversed(sources) if has(tables, setting)), "")
+def merge(sources: Sequence[NamedTables]) -> Tables:
+    """Return the tables of all sources as one; of two values the later one wins.
 
-
-def kind_for(tables: Tables) -> type[Config]:
-    """Return the config that tables are read as. Raises `UserError`."""
-    model = tables.get("model")
-    return kind_of(str(model.get("name")) if isinstance(model, dict) else ModelConfig.name)
-
-
-def merged(sources: list[NamedTables]) -> Tables:
-    """Return the tables of all sources as one; of two values the later one wins."""
+    Where a later one names another rule, or another corpus, what is the former's own is dropped.
+    """
     found: Tables = {}
     for _, tables in sources:
         kept = without_other_rule(without_other_corpus(found, tables), tables)
-        found = merge(kept, tables)
+        found = merge_two(kept, tables)
     return found
+
+
+def merge_two(base: Tables, other: Tables) -> Tables:
+    """Return `base` overridden by `other`; tables within are merged too."""
+    merged = dict(base)
+    for key, value in other.items():
+        both = isinstance(merged.get(key), dict) and isinstance(value, dict)
+        merged[key] = merge_two(merged[key], value) if both else value
+    return merged
 
 
 def without_other_corpus(base: Tables, later: Tables) -> Tables:
@@ -255,16 +250,167 @@ def without_other_rule(base: Tables, later: Tables) -> Tables:
     return base | {"optimizer": kept}
 
 
+def load_named_plugins(sources: Sequence[NamedTables]) -> None:
+    """Load the plugins that tables name, of two lists those of the later. Raises `UserError`."""
+    named = [(source, tables["run"]) for source, tables in sources if has(tables, "run.plugins")]
+    for source, run in named[-1:]:
+        plugins = run.get("plugins") if isinstance(run, dict) else run
+        load_plugins(make(Modules, plugins, source, "run.plugins"))
+
+
+def sections_for(args: Sequence[str], sources: Sequence[NamedTables]) -> dict[str, type]:
+    """Return the classes of the sections that a command line has, once its plugins are loaded.
+
+    Its files name them, and its options `--plugins`, `--model.name` and `--optimizer.name`.
+    """
+    tables: Tables = {}
+    for option, words in cli.grouped(args):
+        name, equals, value = option.partition("=")
+        words = [value] if equals else words
+        if name == "--run.plugins" and words:
+            plugins = [each for word in words for each in word.split(",")]
+            tables["run"] = {"plugins": plugins}
+        elif name in ("--model.name", "--optimizer.name") and words:
+            tables[name[2:-5]] = {"name": words[0]}
+    named = [*sources, (COMMAND_LINE, tables)]
+    load_named_plugins(named)
+    with located(named):
+        return chosen_sections(merge(named))
+
+
+def chosen_sections(tables: Tables) -> dict[str, type]:
+    """Return the classes of the sections by which tables are read. Raises `UserError`."""
+    names = [("model", ModelConfig.name), ("optimizer", OptimizerConfig.name)]
+    chosen = []
+    for section, name in names:
+        table = tables.get(section)
+        chosen.append(str(table.get("name", name)) if isinstance(table, dict) else name)
+    return sections_of(*chosen)
+
+
+def overlay(words: dict[str, list[str]], settings: dict[str, cli.Option]) -> Tables:
+    """Return the settings of a command line as nested tables. Raises `UserError`."""
+    tables: Tables = {}
+    for name in words.keys() & settings.keys():
+        *above, key = name.split(".")
+        given = words[name]
+        table = tables
+        for section in above:
+            table = table.setdefault(section, {})
+        if name == "run.plugins":
+            given = [each for word in given for each in word.split(",")]
+        table[key] = cli.value_of(settings[name], given)
+    return tables
+
+
+def validate(sources: Sequence[NamedTables]) -> ResolvedConfig:
+    """Return the resolved config of tables, whose plugins it loads. Raises `UserError`."""
+    load_named_plugins(sources)
+    config = config_from_sources(sources)
+    check_places(config)
+    return config
+
+
+def config_from_sources(sources: Sequence[NamedTables]) -> ResolvedConfig:
+    """Return the resolved config of tables and where each is from; of two the later one wins.
+
+    Raises `UserError`.
+    """
+    tables, where = merge(sources), partial(source_of, sources)
+    with located(sources):
+        sections = chosen_sections(tables)
+        check_names(tables, sections, where, sections)
+        made = {
+            name: make(kind, tables[name], where, name) if name in tables else kind()
+            for name, kind in sections.items()
+        }
+        return Config(**made).resolve()
+
+
+@contextlib.contextmanager
+def located(sources: Sequence[NamedTables]) -> Iterator[None]:
+    """Add where it is from to an error that begins with the name of a setting."""
+    try:
+        yield
+    except UserError as error:
+        setting = str(error).split(maxsplit=1)[0]
+        source = source_of(sources, setting) if "." in setting else ""
+        if not source or source in str(error):
+            raise
+        raise UserError(f"{error} ({source})") from None
+
+
+def source_of(sources: Sequence[NamedTables], setting: str) -> str:
+    """Return where a setting is from, the last that has it; "" where none has."""
+    return next((name for name, tables in reversed(sources) if has(tables, setting)), "")
+
+
 def has(tables: Tables, key: str) -> bool:
-    """Return whether nested tables have a value of a dotted name, or one above it."""
-    value: Any = tables
-    for name in key.split("."):
-        if not isinstance(value, dict):
-            return True
-        if name not in value:
-            return False
-        value = value[name]
-    return True
+    """Return whether nested tables have a value of a dotted name, or one above it or below."""
+    return any(
+        f"{key}.".startswith(f"{each}.") or each.startswith(f"{key}.") for each in flattened(tables)
+    )
+
+
+def check_names(
+    tables: Tables,
+    kinds: Mapping[str, Any],
+    where: Callable[[str], str],
+    sections: Mapping[str, type],
+    above: str = "",
+) -> None:
+    """Raise `UserError` for a key that no section has.
+
+    `kinds` are the types of what may lie in the tables, whose dotted names begin with `above`.
+    """
+    for key, value in tables.items():
+        name = f"{above}{key}"
+        if key not in kinds:
+            raise unknown_setting(name, where(name), sections, isinstance(value, dict))
+        inner = table_in(kinds[key])
+        for table in value if isinstance(value, list) else [value]:
+            if inner is not None and isinstance(table, dict):
+                check_names(table, get_type_hints(inner), where, sections, f"{name}.")
+
+
+def unknown_setting(
+    name: str, source: str, sections: Mapping[str, type], is_table: bool = False
+) -> UserError:
+    """Return the error of a setting or a table that there is not, with what was meant."""
+    section, dot, _ = name.partition(".")
+    if section not in sections and (dot or is_table):
+        remedy = question(nearest(section, sections)) or f"it may be one of {', '.join(sections)}"
+        return UserError(f"unknown section {section} ({source}): {remedy}")
+    above, _, key = name.rpartition(".")
+    known = [*settings_in(sections), *dict(cli.sections_in(sections))]
+    if name in (*known, *ARRAYS):
+        return UserError(f"{name} is a table ({source}): --help {name} says what is in it")
+    rules: list[Any] = [each.config for each in RULES.values()]
+    kinds: dict[str, list[Any]] = {"optimizer": rules, "model": [*OWN.values()]}
+    if any(key in each.__dataclass_fields__ for each in kinds.get(above, [])):
+        named = vars(sections[above])["__dataclass_fields__"]["name"].default
+        return UserError(
+            f'{name} has no meaning for {above}.name = "{named}": remove it ({source})'
+        )
+    inside = [each for each in known if each.rpartition(".")[0] == above]
+    remedy = question(nearest(name, [*inside, *known])) or f"it may be one of {', '.join(inside)}"
+    return UserError(f"unknown key {name} ({source}): {remedy}")
+
+
+def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
+    """Return the resolved config of a table for each section, such as a checkpoint keeps.
+
+    `source` says in errors where it is from.
+    """
+    try:
+        return config_from_sources([(source, without_none(tables))])
+    except UserError:
+        if not (missing := not_loaded(tables)):
+            raise
+        raise UserError(
+            f"the run had the plugins {', '.join(missing)}, which a file of a run cannot load: if "
+            f"you trust them, add --plugins {','.join(missing)} (in Python: import them)"
+        ) from None
 
 
 def without_none(value: Any) -> Any:
@@ -299,78 +445,18 @@ def check_places(config: ResolvedConfig) -> None:
             )
 
 
-def parse_overrides(args: list[str], own: Sequence[str] = ()) -> Tables:
-    """Return `--section.key value ...` and `--section.key=value` as nested tables.
-
-    Raises `UserError`, which may name one of the command's `own` options.
-    """
-    tables: Tables = {}
-    while args:
-        option, equals, value = args[0].partition("=")
-        option = SHORT.get(option, option)
-        *path, key = option.removeprefix("--").replace("-", "_").split(".")
-        if not (option.startswith("--") and path and key):
-            remedy = REMEDIES.get(option) or question(nearest(option, own, 0.8)).strip()
-            remedy = remedy or remedy_for(key if option.startswith("--") else "", own)
-            raise UserError(f"cannot read the argument {option!r}: {remedy}")
-        following = [] if equals else list(takewhile(is_value, args[1:]))
-        args = args[1 + len(following) :]
-        table = tables
-        for name in path:
-            table = table.setdefault(name, {})
-            if not isinstance(table, dict):
-                raise UserError(
-                    f"{option} cannot be given beside --{'.'.join(path)}: that is a table"
-                )
-        words = [value] if equals else following
-        if option in SHORT.values():
-            words = [word for each in words for word in each.split(",")]
-        table[key] = read_override([*path, key], words)
-    return tables
-
-
-def remedy_for(name: str, own: Sequence[str] = ()) -> str:
-    """Return what to write instead of `name` on the command line, which says no section.
-
-    A command that tries values of a setting has an option of its `own` for them.
-    """
-    near = name if name in SECTIONS else name and setting_meant(Config, [], name)
-    if near in SECTIONS:
-        return section_remedy(near)
-    grid = f"--{near.rpartition('.')[2].replace('_', '-')}-grid"
-    if grid in own:
-        return f"did you mean {grid}?"
-    short = {setting: option for option, setting in SHORT.items()}
-    return f"did you mean {short.get(f'--{near}', f'--{near}')}?" if near else OVERRIDES
-
-
-def section_remedy(section: str) -> str:
-    """Return what to write instead of the name of a section as an option."""
-    first = next((name for name in dotted_names(Config) if name.startswith(f"{section}.")), "")
-    if not first:
-        return f"{section} is an array of tables: write [[{section}]] tables in a TOML file"
-    return (
-        f"--{section} is a section: write --{first} ...; torchmars train --help {section} "
-        "lists its settings"
-    )
-
-
-def is_value(arg: str) -> bool:
-    """Return whether an argument is no option."""
-    return not arg.startswith("--")
-
-
-def read_override(path: list[str], words: list[str]) -> Any:
-    """Return the value of the words after an option, as TOML would have it."""
-    try:
-        hint = hint_at(Config, path)
-    except KeyError:  # a plugin's, or none: `make` says which name was meant
-        hint = Any
-    if table_in(hint) is not None:
-        raise UserError(section_remedy(".".join(path)))
-    return read_words(words, hint, ".".join(path))
-
-
 def config_text(config: Config) -> str:
     """Return `config` as TOML that reads back as the same. Fields that are None are left out."""
     return tomli_w.dumps(without_none(dataclasses.asdict(config)))
+
+
+def flattened(tables: Tables, prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one, with dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= (
+            flattened(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
+    return flat

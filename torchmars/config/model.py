@@ -1,25 +1,29 @@
-"""Which model is trained."""
+"""Which model is trained, and the base whose learning rates it takes.
+
+A family of models declares its settings in a class of its own (model_args.py). From that follow the
+fields of [model] and of [transfer].
+"""
 
 import importlib
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from annotated_types import Interval
 
 from torchmars.config.deepseek import DeepseekArgs
-from torchmars.config.fields import Mark, require, with_settings
+from torchmars.config.fields import Mark, remade, require
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.llama import LlamaArgs
 from torchmars.config.model_args import ModelArgs, family_fields
-from torchmars.core.bounds import KeyOf, Range
-from torchmars.core.errors import UserError, no_exit
-from torchmars.core.help import documentation
+from torchmars.core.check import KeyOf
+from torchmars.core.errors import UserError
 
 A = TypeVar("A", bound=ModelArgs)
 
-# Where the class of each family is, a `models.Model`: named, since its module imports torch.
-MODELS = {
+# The class of each family, a `models.Model`. Ours are named, since their modules import torch.
+MODELS: dict[str, Any] = {
     "gpt2": "torchmars.models.gpt2.GPT2",
     "llama": "torchmars.models.llama.Llama",
     "deepseek": "torchmars.models.deepseek.Deepseek",
@@ -30,45 +34,23 @@ OWN: dict[str, type[ModelArgs]] = {
     "llama": LlamaArgs,
     "deepseek": DeepseekArgs,
 }
-INSTEAD = ", instead of the named size's"
 VOCABULARY_MULTIPLE = 64  # rows of the token table: matrix units like whole tiles
+NOT_SHAPE = ("size", "depth", "decay")
 
 
-def fields_of_families(families: Mapping[str, type[ModelArgs]]) -> dict[str, tuple[Any, Any, str]]:
-    """Return the fields of [model] that families declare: type, default and `--help`."""
-    settings = {name: family_fields(family) for name, family in families.items()}
-    found: dict[str, tuple[Any, Any, str]] = {}
-    for name, family in families.items():
-        texts = documentation(family)
-        for setting, (hint, default) in settings[name].items():
-            text = texts[setting]
-            if default is None:
-                text = re.sub(r"\.(?= |$)", f"{INSTEAD}.", text, count=1)
-            having = [each for each in families if setting in settings[each]]
-            if len(having) < len(families):
-                text = f"{', '.join(having)}: {text[:1].lower()}{text[1:]}"
-            found.setdefault(setting, (hint, default, text))
-    return found
-
-
-@partial(with_settings, settings=fields_of_families(OWN))
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model is trained."""
+    """Which model is trained. What is not set of its family's settings follows from the size."""
 
     name: Annotated[str, KeyOf(MODELS), Mark.IDENTITY] = "gpt2"
     """Model family. llama: also Mistral, Ministral, SmolLM3, OLMo 3, Qwen2, Qwen3, Qwen3-MoE,
     Mixtral and GLM-4.5. deepseek: models with latent attention, DeepSeek-V3, Moonlight, Kimi K2 and
-    GLM-4.7-Flash."""
+    GLM-4.7-Flash. Its settings: --help model --model.name NAME."""
     size: Annotated[str, Mark.IDENTITY] = "nano"
-    """Named size. gpt2: nano (3M, for CPUs), small (124M), medium (355M), large (774M), xl (1.6B).
-    llama: nano (3M, for CPUs), 160m, the sizes of Llama 3 (1b, 3b, 8b, 70b, 405b) and of Qwen3
-    (qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b), mistral-7b-v0.1, mistral-7b-v0.3, mistral-nemo,
-    mistral-small-24b, ministral-8b, smollm-nano (for CPUs), smollm3-3b, olmo-nano (for CPUs),
-    olmo3-7b and olmo3-32b; mixtures of experts are moe-nano and glm-nano (for
-    CPUs), qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, mixtral-8x22b, glm-4.5-air and glm-4.5.
-    deepseek: nano (5M, for CPUs), moonlight-16b-a3b, glm-4.7-flash, deepseek-v3 and kimi-k2."""
-    vocab_size: Annotated[Annotated[int, Range(1, 10_000_000)] | None, Mark.IDENTITY] = None
+    """Named size: docs/config.md lists them, with their parameters."""
+    vocab_size: Annotated[Annotated[int, Interval(ge=1, le=10_000_000)] | None, Mark.IDENTITY] = (
+        None
+    )
     """Rows of the token table. Default: the tokenizer's vocabulary, rounded up to a multiple of
     64."""
 
@@ -85,69 +67,138 @@ class ModelConfig:
     def args(self, kind: type[A], vocab_size: int, seq_len: int) -> A:
         """Return what a model of the family with the settings `kind` is made from.
 
-        `vocab_size` is the tokenizer's. Raises `UserError` for a setting that it does not have.
+        `vocab_size` is the tokenizer's.
         """
         changed = {name: getattr(self, name) for name in self.changed()}
-        known = {each.name for each in fields(kind)}
-        for name in changed:
-            require(
-                name in known,
-                f'model.{name} has no meaning for model.name = "{self.name}": remove it',
-            )
         padded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         size = kind.sizes[self.size]
         return kind(**{"vocab_size": padded, "seq_len": seq_len} | dict(size) | changed)
 
 
-def plugins_family(name: str) -> type[ModelArgs] | None:
-    """Return the settings of the model called `name`, if a plugin has it.
+@dataclass(frozen=True)
+class TransferConfig:
+    """The base whose learning rates this model takes: a smaller one, at which they were tuned.
 
-    Raises `UserError` for a plugin whose model has none.
+    Off unless it names a base, by a size or by the fields of its shape that differ from this
+    model's. What [optimizer] and [schedule] say of rates, eps and decay is then the base's, and
+    what each tensor gets follows from its shape there and here.
     """
-    if name in OWN or name not in MODELS:
-        return None
-    return family_settings(model_class(name), MODELS[name])
+
+    size: Annotated[str | None, Mark.IDENTITY] = None
+    """Named size of the base, as model.size: its shape is taken, all else is this model's."""
+    depth: Annotated[Literal["none", "1/L", "1/sqrt(L)"], Mark.IDENTITY] = "none"
+    """What each block adds is multiplied by, where L is how many times as many blocks as the base
+    has. none: initial values alone shrink with depth. 1/L lets rates stay best in deep models."""
+    decay: Annotated[Literal["kept", "coupled"], Mark.IDENTITY] = "kept"
+    """kept: a tensor whose rate falls has more weight decay, so that their product stays. coupled:
+    optimizer.weight_decay as it is, so that the product falls with the rate."""
+
+    def shape(self) -> dict[str, int]:
+        """Return the fields of the base's shape that are set."""
+        values = {name: value for name, value in vars(self).items() if name not in NOT_SHAPE}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def named(self) -> bool:
+        """Whether it names a base."""
+        return self.size is not None or bool(self.shape())
+
+    def check(self) -> None:
+        """Raise `UserError` for settings without a base."""
+        for each in fields(self):
+            require(
+                self.named or getattr(self, each.name) == each.default,
+                f"transfer.{each.name} has no meaning without a base: name it by transfer.size or "
+                "by fields of its shape, such as transfer.n_embd",
+            )
 
 
-def model_section(name: str) -> type[ModelConfig]:
-    """Return the section [model] of the model called `name`, with a plugin's own settings.
-
-    Errors: as `plugins_family`.
-    """
-    family: Any = plugins_family(name)
-    return ModelConfig if family is None else section_with(family)
+def model_section(name: str = ModelConfig.name) -> type[ModelConfig]:
+    """Return the section [model] of the model called `name`. Raises `UserError`."""
+    family: Any = family_settings(name)
+    return _model_section(name, family)
 
 
 @cache
-def section_with(family: Any) -> type[ModelConfig]:
-    """Return the section [model] with the settings of a plugin's family."""
-    return with_settings(ModelConfig, fields_of_families({"": family}))
+def _model_section(name: str, family: Any) -> type[ModelConfig]:
+    named = {"name": (Annotated[str, KeyOf(MODELS), Mark.IDENTITY], name)}
+    return _with_fields(model_section, name, ModelConfig, family, named | family_fields(family))
+
+
+def transfer_section(name: str = ModelConfig.name) -> type[TransferConfig]:
+    """Return the section [transfer] of the model called `name`. Raises `UserError`."""
+    family: Any = family_settings(name)
+    return _transfer_section(name, family)
+
+
+@cache
+def _transfer_section(name: str, family: Any) -> type[TransferConfig]:
+    shape = shape_fields(family).items()
+    of_base = {name: (Annotated[hint | None, Mark.IDENTITY], None) for name, hint in shape}
+    return _with_fields(transfer_section, name, TransferConfig, family, of_base)
+
+
+def _with_fields(
+    section: Any, name: str, kind: Any, family: type, more: dict[str, tuple[Any, Any]]
+) -> Any:
+    """Return the section `kind` with fields, each a type and a default, that a family declares.
+
+    `section` returns it again for `name`.
+    """
+    same = {"__module__": kind.__module__, "__doc__": kind.__doc__, "documented_by": (family,)}
+    same["__reduce__"] = lambda self: (remade, (section, name, vars(self)))
+    made = [(name, hint, field(default=default)) for name, (hint, default) in more.items()]
+    return make_dataclass(kind.__name__, made, bases=(kind,), frozen=True, namespace=same)
+
+
+def model_config(name: str = ModelConfig.name, **settings: Any) -> ModelConfig:
+    """Return the section [model] of the model called `name` with these settings."""
+    return model_section(name)(name=name, **settings)
+
+
+def shape_fields(family: type[ModelArgs]) -> dict[str, Any]:
+    """Return the types of a family's settings that make a model's shape, by name.
+
+    They are the whole numbers, but for those that are marked as no part of it.
+    """
+    return {name: hint for name, (hint, _) in family_fields(family).items() if is_whole(hint)}
+
+
+def is_whole(hint: Any) -> bool:
+    """Return whether a setting of a model is a whole number of its shape."""
+    if get_origin(hint) is Annotated:
+        return is_whole(get_args(hint)[0]) and Mark.NO_SHAPE not in hint.__metadata__
+    if get_origin(hint) in (Union, UnionType):
+        return all(is_whole(each) for each in get_args(hint) if each is not NoneType)
+    return hint is int
+
+
+def family_settings(name: str) -> type[ModelArgs]:
+    """Return the settings of the family called `name`.
+
+    Raises `UserError` for a name that nobody has registered, and for a class without settings.
+    """
+    try:
+        KeyOf(MODELS).check(name)
+    except ValueError as error:
+        raise UserError(f"model.name {error}") from None
+    if name in OWN:
+        return OWN[name]
+    found: Any = getattr(model_class(name), "settings", None)
+    good = isinstance(found, type) and issubclass(found, ModelArgs) and getattr(found, "sizes", {})
+    require(
+        bool(good),
+        f"model.name: the class of {name} must have settings, a class that derives from ModelArgs "
+        f"(torchmars.config.model_args) and has named sizes, got {found!r}",
+    )
+    kind: type[ModelArgs] = found
+    return kind
 
 
 def model_class(name: str) -> Any:
-    """Return the class of the models called `name`. Raises `UserError` if a plugin has none."""
-    module, _, kind = MODELS[name].rpartition(".")
-    try:
-        with no_exit():
-            return getattr(importlib.import_module(module), kind)
-    except Exception as error:  # whatever the code of a plugin raises
-        raise UserError(f"model.name: the class {MODELS[name]} cannot be had: {error}") from None
-
-
-def family_settings(kind: Any, place: str) -> type[ModelArgs]:
-    """Return the settings that a model's class, which is at `place`, declares.
-
-    Raises `UserError` if they cannot be used.
-    """
-    found: Any = getattr(kind, "settings", None)
-    require(
-        isinstance(found, type) and issubclass(found, ModelArgs),
-        f"model.name: the class {place} must have settings, a class that derives from ModelArgs "
-        f"(torchmars.config.model_args), got {found!r}",
-    )
-    sizes = getattr(found, "sizes", None)
-    require(
-        isinstance(sizes, Mapping) and bool(sizes),
-        f"model.name: the class {place} must have settings with named sizes",
-    )
-    return found
+    """Return the class of the models called `name`."""
+    found = MODELS[name]
+    if not isinstance(found, str):
+        return found
+    module, _, kind = found.rpartition(".")
+    return getattr(importlib.import_module(module), kind)

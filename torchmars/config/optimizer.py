@@ -1,103 +1,50 @@
 """Which update rule, with which settings for which parameters.
 
-The settings of rules are those that the rules declare (`optim.rules`).
+A rule names the dataclass of its own settings (`optim.rules`). [optimizer] has those of the rule
+that it names, beside what all rules have.
 """
 
-from dataclasses import dataclass, field, fields
-from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torchmars.config.fields import Amount, Clip, Mark, Positive, require, with_settings
-from torchmars.core.bounds import KeyOf, Range, WordOrFlag
+from annotated_types import Interval
+
+from torchmars.config.fields import Amount, Clip, Mark, Positive, remade, require
+from torchmars.core.check import KeyOf
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES
-from torchmars.optim.settings import Betas, Choice, Flag, Number, Setting
+from torchmars.optim.settings import Method
 
-T = TypeVar("T")
 Rule = Annotated[str, KeyOf(RULES)]
 GROUPS = ("matrix", "router", "embedding", "head", "vector")
+Beta = Annotated[float, Interval(ge=0, lt=1)]
 
 
-def fields_of_rules(*scopes: str) -> dict[str, tuple[Any, Any, str]]:
-    """Return the fields that the rules' settings of `scopes` become: type, default and `--help`."""
-    of_optimizer = "optimizer" in scopes
-    more_than_0 = Annotated[float, Range(0, 1_000_000, open_low=True)]
-    types = {"lr": more_than_0} if of_optimizer else {}  # a group's may be 0
-    settings = {each.name: each for rule in RULES.values() for each in rule.settings}
-    return {
-        name: (
-            types.get(name, value_type(each)) | None,
-            None,
-            setting_text(each, with_defaults=of_optimizer),
-        )
-        for name, each in settings.items()
-        if each.scope in scopes
-    }
-
-
-def value_type(setting: Setting) -> Any:
-    """Return the type of a setting in a config, where a clip of 0 is no clip."""
-    types = {Number: Amount, Betas: tuple[float, float], Flag: bool}
-    if isinstance(setting, Choice):
-        return Literal[setting.names]
-    if isinstance(setting, Flag) and setting.automatic:
-        return Annotated[bool | Literal["auto"], WordOrFlag("auto")]
-    off = isinstance(setting, Number) and setting.positive and setting.optional
-    return Clip if off else types.get(type(setting), Any)
-
-
-def setting_text(setting: Setting, with_defaults: bool) -> str:
-    """Return a setting's `--help`: which rules have it, its meaning, its defaults."""
-    having = [name for name, rule in RULES.items() if setting.name in rule.defaults]
-    text = setting.meaning
-    if len(having) < len(RULES):
-        text = f"{listed(having)}: {text[:1].lower()}{text[1:]}"
-    if not with_defaults:
-        return text
-    rules_of: dict[str, list[str]] = {}
-    for name in having:
-        rules_of.setdefault(shown_default(RULES[name].defaults[setting.name]), []).append(name)
-    defaults = [
-        value if len(rules_of) == 1 else f"{value} for {listed(names)}"
-        for value, names in rules_of.items()
-        if value  # else it is computed, as the meaning says
-    ]
-    return f"{text} Default: {'; '.join(defaults)}." if defaults else text
-
-
-def listed(rules: list[str]) -> str:
-    """Return names of rules, mars-* for those that reduce the variance if all are among them."""
-    mars = [name for name, rule in RULES.items() if rule.variance_reduced]
-    if set(mars) <= set(rules):
-        rules = ["mars-*", *(name for name in rules if name not in mars)]
-    return ", ".join(rules)
-
-
-def shown_default(value: Any) -> str:
-    """Return a default as the command line takes it, or nothing for one that is computed."""
-    if isinstance(value, tuple):
-        return " ".join(map(shown_default, value))
-    if value is None or isinstance(value, str):
-        return value or ""
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
-
-
-@partial(with_settings, settings=fields_of_rules("both"))
 @dataclass(frozen=True)
-class GroupRule:
-    """The rule of one group of parameters, and its settings."""
+class GroupConfig:
+    """Settings of one group of parameters. What it does not set it takes from [optimizer]."""
 
     rule: Rule | None = None
     """Update rule."""
-
-
-@dataclass(frozen=True)
-class GroupConfig(GroupRule):
-    """Settings of one group of parameters, instead of the optimizer's.
-
-    Settings that are not set follow from optimizer.name.
-    """
-
+    lr: Amount | None = None
+    """Peak learning rate."""
+    betas: tuple[Beta, Beta] | None = None
+    """Decay of the momentum and of the second moment."""
+    weight_decay: Amount | None = None
+    """Decoupled weight decay."""
+    eps: Amount | None = None
+    """Added to the root of the second moment."""
+    gamma: Amount | None = None
+    """mars-*: strength of the variance reduction."""
+    clip: Clip | None = None
+    """mars-*: clip each tensor's corrected gradient to this norm. 0 switches it off."""
+    per_head: bool | Literal["auto"] | None = None
+    """Matrix rules: orthogonalise the rows of each head on their own."""
+    orthogonalize: Method | None = None
+    """Matrix rules: how matrices are orthogonalised."""
+    equilibrate: bool | None = None
+    """Matrix rules: give all rows of a matrix one norm first."""
     split: Positive | None = None
     """Matrix rules: parts that a matrix is cut into by rows before it is orthogonalised. 3 for a
     fused QKV."""
@@ -111,24 +58,17 @@ class PatternConfig(GroupConfig):
     """Pattern of parameter names, as a shell's: "blocks.*.attn.qkv.weight"."""
 
 
-@partial(with_settings, settings=fields_of_rules("both", "optimizer"))
 @dataclass(frozen=True)
-class NamedRule:
-    """A rule and its settings."""
-
-    name: Annotated[Rule, Mark.IDENTITY] = "mars-adamw"
-    """mars-adamw, mars-lion, mars-shampoo, mars-m: variance-reduced AdamW, Lion, Shampoo and Muon.
-    adamw, lion, muon: the same without the reduction. A run prints at its start what embeddings
-    and vectors get."""
-
-
-@dataclass(frozen=True)
-class OptimizerConfig(NamedRule):
+class OptimizerConfig:
     """Which update rule, with which settings.
 
     Defaults are the published ones for GPT-2 small, where there are any, but for `per_head`.
     """
 
+    name: Annotated[Rule, Mark.IDENTITY] = "mars-adamw"
+    """mars-adamw, mars-lion, mars-shampoo, mars-m: variance-reduced AdamW, Lion, Shampoo and Muon.
+    adamw, lion, muon: the same without the reduction. A run prints at its start what embeddings
+    and vectors get. Its settings: --help optimizer --optimizer.name NAME."""
     mode: Annotated[Literal["approx", "exact"], Mark.IDENTITY] = "approx"
     """mars-*: which gradient corrects. approx: the last step's. exact: this batch's at the last
     weights, which costs a second forward and backward pass."""
@@ -176,11 +116,21 @@ class OptimizerConfig(NamedRule):
 
     def rule_settings(self) -> dict[str, Any]:
         """Return the settings of the rule that are set."""
-        known = {name for rule in RULES.values() for name in rule.defaults}
-        return {key: value for key, value in set_fields(self).items() if key in known}
+        own = {each.name for each in fields(RULES[self.name].config)}
+        return {key: value for key, value in set_fields(self).items() if key in own}
 
-    def resolve(self) -> "ResolvedOptimizer":
-        """Return the section with the rule's defaults filled in.
+    def warning(self) -> str:
+        """Return in a line that the rate is far above the rule's default; else nothing."""
+        usual = RULES[self.name].defaults["lr"]
+        return (
+            f"optimizer.lr = {self.lr:g} is {self.lr / usual:,.0f} times the default of "
+            f"{self.name}, {usual:g}"
+            if self.lr > 100 * usual
+            else ""
+        )
+
+    def resolve(self) -> "OptimizerConfig":
+        """Return the section with what follows from others filled in.
 
         Raises `UserError` for a value or a setting that the rule cannot take.
         """
@@ -191,45 +141,34 @@ class OptimizerConfig(NamedRule):
             self.mode == "approx" or RULES[self.name].variance_reduced,
             f'optimizer.mode has no meaning for optimizer.name = "{self.name}"',
         )
+        require(self.lr > 0, f"optimizer.lr must be more than 0, got {self.lr}")
         try:
-            settings = complete_settings(self.name, **self.rule_settings())
-            kind: type[ResolvedOptimizer] = with_plugins(ResolvedOptimizer)
-            resolved = kind(**vars(self) | settings)
+            resolved = replace(self, **complete_settings(self.name, **self.rule_settings()))
             check_groups(**resolved.settings())
         except ValueError as error:
             raise UserError(f"optimizer.{error}") from None
         return resolved
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResolvedOptimizer(OptimizerConfig):
-    """Which update rule, with the settings that every rule has.
-
-    The others are None if the rule has none of the kind.
-    """
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-
-def with_plugins(kind: type[T]) -> type[T]:
-    """Return the section `kind`, one of the optimizer's, with the settings of plugins' rules."""
-    extended: type[T] = with_rules(cast(Any, kind), (*RULES.values(),))
-    return extended
+def optimizer_section(rule: str = OptimizerConfig.name) -> type[OptimizerConfig]:
+    """Return the section [optimizer] of a rule. Raises `UserError` if nobody has registered it."""
+    try:
+        KeyOf(RULES).check(rule)
+    except ValueError as error:
+        raise UserError(f"optimizer.name {error}") from None
+    return _section_with(rule, RULES[rule].config)
 
 
 @cache
-def with_rules(kind: Any, rules: tuple[Any, ...]) -> Any:
-    """Return the section `kind` with the settings of `rules`, which are those of `RULES`."""
-    known = {each.name for each in fields(kind)}
-    more = {
-        name: each
-        for name, each in fields_of_rules("both", "optimizer").items()
-        if name not in known
-    }
-    return with_settings(kind, more) if more else kind
+def _section_with(rule: str, settings: type) -> type[OptimizerConfig]:
+    """Return [optimizer] with the settings of a rule: a class that derives from both."""
+    name = ("name", Annotated[Rule, Mark.IDENTITY], field(default=rule))
+    same: dict[str, Any] = {n: getattr(OptimizerConfig, n) for n in ("__module__", "__doc__")}
+    same["__reduce__"] = lambda self: (remade, (optimizer_section, rule, vars(self)))
+    made: Any = make_dataclass(
+        "OptimizerConfig", [name], bases=(settings, OptimizerConfig), frozen=True, namespace=same
+    )
+    return made
 
 
 def set_fields(section: GroupConfig | OptimizerConfig) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
+from annotated_types import Interval
+
 from torchmars.config.fields import Positive, require
-from torchmars.core.bounds import Range, WordOrNumber
 from torchmars.core.words import counted, divisor_of
 
 PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B"]
 # Each rank has one stage.
 SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
 Accumulation = Literal["sharded", "reduced", "whole"]
-Resharding = int | Literal["auto", "always", "never"]
+Resharding = Positive | Literal["auto", "always", "never"]
 
 
 class Degrees(NamedTuple):
@@ -29,6 +30,11 @@ class Degrees(NamedTuple):
         """How many ranks read different samples."""
         return self.dp_replicate * self.dp_shard
 
+    def changes(self, now: "Degrees") -> list[str]:
+        """Return a line for each degree that is another one `now`."""
+        pairs = zip(self._fields, self, now)
+        return [f"parallelism.{axis} {old} -> {new}" for axis, old, new in pairs if old != new]
+
 
 @dataclass(frozen=True)
 class ParallelismConfig:
@@ -37,7 +43,7 @@ class ParallelismConfig:
 
     dp_replicate: Positive = 1
     """Copies of the model. With dp_shard > 1 this is HSDP."""
-    dp_shard: Annotated[int, Range(-float("inf"), 1_000_000_000)] = -1
+    dp_shard: Annotated[int, Interval(le=1_000_000_000)] = -1
     """Ranks over which each copy is sharded (FSDP2). -1: all that remain."""
     tp: Positive = 1
     """Ranks over which each layer is cut (tensor parallelism). The activations between layers are
@@ -60,7 +66,7 @@ class ParallelismConfig:
     """Blocks of each pipeline stage, from the first to the last. Default: cut by cost; one stage
     on each rank for GPipe and 1F1B, two for the others. Their number is a multiple of pp."""
 
-    reshard_after_forward: Annotated[Resharding, WordOrNumber(("auto", "always", "never"))] = "auto"
+    reshard_after_forward: Resharding = "auto"
     """Whether a block frees the weights that it gathered after the forward pass, and gathers them
     again for the backward pass. auto: yes, but not in a pipeline, where each microbatch would
     gather them, nor where each rank has whole weights, which it would only copy, and not on CPUs

@@ -1,22 +1,20 @@
-"""Plugins: modules of the user's own that register models, update rules and kinds of data.
+"""Plugins: modules of the user's own that register models, rules, kinds of data and trackers.
 
 Importing one runs its code. So only the user names them: in a config that is trained, or by
 `--plugins`. Plugins named by a checkpoint or another file of a run are never imported.
 """
 
-import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from torchmars.config.entries import TABLES, check_tables
-from torchmars.config.run import Modules
-from torchmars.core.errors import UserError, place_of
-from torchmars.core.options import words
-from torchmars.core.typed import make
+from torchmars.core.cli import words
+from torchmars.core.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -31,51 +29,34 @@ class PluginOptions:
             load_plugins(words(self.plugins, "--plugins"))
 
 
-def load_plugins(modules: Iterable[str]) -> None:
-    """Import modules of the user's, also from the current folder. Raises `UserError`.
+def register(table: dict[str, T], name: str, entry: T) -> None:
+    """Add an entry of a plugin to a table of the package.
 
-    One that fails leaves nothing in the tables: it can be mended and imported again.
+    Args:
+        table: `MODELS`, `FAMILIES`, `RULES`, `KINDS`, `READERS` or `TRACKERS`.
+        name: what users write in a config.
+        entry: docs/extending.md has one of each kind.
+
+    Raises `UserError` for a name that is taken.
     """
-    arguments = [*sys.argv]  # what comes after reads them, and the folder's files
-    try:
-        folder = os.getcwd()
-    except OSError as error:
-        raise UserError(f"--plugins or run.plugins: the current folder: {error.strerror}") from None
+    if name in table:
+        raise UserError(f"{name} is registered already: give yours another name")
+    table[name] = entry
+
+
+def load_plugins(modules: Iterable[str]) -> None:
+    """Import modules of the user's, also from the current folder. Raises `UserError`."""
+    if "" not in sys.path and os.getcwd() not in sys.path:  # the command `torchmars` lacks it
+        sys.path.append(os.getcwd())
     for module in modules:
-        before = {title: dict(table) for title, table in TABLES.items()}
         try:
-            if folder not in sys.path:  # the command `torchmars` does not look there
-                sys.path.append(folder)
             importlib.import_module(module)
-            check_tables(before)
-        except BaseException as error:
-            for title, table in TABLES.items():
-                entries = before.get(title, {})
-                table.clear()
-                table.update(entries)
-            sys.modules.pop(module, None)
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            raise refused(module, error) from None
-        finally:
-            sys.argv = arguments
-            os.chdir(folder)
-
-
-def refused(module: str, error: BaseException) -> UserError:
-    """Return the error of a plugin, whose code may raise anything, also by sys.exit()."""
-    if isinstance(error, UserError):
-        return UserError(f"the plugin {module} cannot be used: {error}")
-    what = type(error).__name__
-    with contextlib.suppress(Exception):  # its text may raise too
-        what += f": {error}"
-    remedy = f"mend {place_of(error)} which raises that"
-    if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-        remedy = (
-            "name a module as Python does, such as my_module for my_module.py in this folder, or "
-            "in one of PYTHONPATH"
-        )
-    return UserError(f"--plugins or run.plugins: cannot import {module} ({what}): {remedy}")
+        except (Exception, SystemExit) as error:
+            raise UserError(
+                f"--plugins or run.plugins: cannot import {module} ({type(error).__name__}: "
+                f"{error}): name a module as Python does, in this folder or one of PYTHONPATH, "
+                "and mend what it raises"
+            ) from None
 
 
 def not_loaded(tables: dict[str, Any]) -> list[str]:
@@ -84,8 +65,9 @@ def not_loaded(tables: dict[str, Any]) -> list[str]:
     The tables may be anybody's, and the names are shown to be typed: none if one is no name.
     """
     run = tables.get("run")
-    try:
-        named = make(Modules, run.get("plugins", []) if isinstance(run, dict) else [])
-    except UserError:
-        return []
-    return [each for each in named if each not in sys.modules]
+    named = run.get("plugins", []) if isinstance(run, dict) else []
+    good = isinstance(named, list) and all(
+        isinstance(each, str) and all(part.isidentifier() for part in each.split("."))
+        for each in named
+    )
+    return [each for each in named if each not in sys.modules] if good else []

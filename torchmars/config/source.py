@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torchmars.core.check import nearest
 from torchmars.core.errors import UserError
-from torchmars.core.typed import nearest
 
 COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".xz", ".bz2")
 STORE = re.compile(r"[a-z][a-z0-9+.-]*:(?=/)", re.IGNORECASE)  # begins the name of one's object

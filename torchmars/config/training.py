@@ -3,10 +3,21 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchmars.config.fields import Clip, Mark, Positive, require
-from torchmars.config.float8 import Float8Config
-from torchmars.core.bounds import Range
+from annotated_types import Interval
+
+from torchmars.config.fields import Amount, Clip, Mark, Part, Positive, require
 from torchmars.core.words import counted, divisor_of
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """Which matrix products are computed in float8, by torchao. Weights stay float32."""
+
+    recipe: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Compute the linear layers of all blocks in float8, those whose two sizes are multiples of 16.
+    tensorwise: one scale for each matrix, the fastest. rowwise: one for each row, closer to
+    bfloat16. Needs a GPU of compute capability 8.9 (L4, H100) or later, and pays with compiled
+    blocks only."""
 
 
 @dataclass(frozen=True)
@@ -24,29 +35,29 @@ class TrainingConfig:
     """Sequences per forward pass on one rank; the gradient of the rest is accumulated. Default:
     the rank's whole share of the global batch; in a pipeline, as many as give each of its stages
     a microbatch."""
-    seq_len: Annotated[int, Range(1, 10_000_000), Mark.IDENTITY] = 256
+    seq_len: Annotated[int, Interval(ge=1, le=10_000_000), Mark.IDENTITY] = 256
     """Tokens per sequence. Also the model's context length."""
     max_grad_norm: Clip = 1.0
     """Clip the gradient's global norm to this before the optimizer. 0 switches it off."""
-    z_loss: Annotated[float, Range(0, 1)] = 0.0
+    z_loss: Part = 0.0
     """Coefficient of the z-loss, which keeps logits from drifting: so many times the mean square of
     the logarithm of the softmax's denominator is added to the loss. PaLM had 1e-4. The losses that
     are reported are without it. 0: none."""
-    qk_clip: Annotated[float, Range(0, 1_000_000)] = 0.0
+    qk_clip: Amount = 0.0
     """QK-clip: where a head's largest attention logit in a step was above this, scale its query and
     key weights after the step, so that it would have been this. Kimi K2 had 100. 0: never."""
-    balance_loss: Annotated[float, Range(0, 1)] = 0.0
+    balance_loss: Part = 0.0
     """Coefficient of the loss that keeps the experts of a mixture equally busy. Of each layer so
     many times E * sum_i f_i P_i is added to the loss: f_i is the share of expert i, of E, in the
     choices of the last step's global batch, and P_i the mean of its probability in this one. That
     is 1 where all are equal. The layers are summed, and f sums to 1: other codes have the mean over
     layers, or f times the choices of a token. The losses that are reported are without it. 0: none.
     """
-    router_z_loss: Annotated[float, Range(0, 1)] = 0.0
+    router_z_loss: Part = 0.0
     """Coefficient of the z-loss of the routers, which keeps their logits from growing: of each
     layer so many times the mean square of the logarithm of the softmax's denominator is added to
     the loss. The losses that are reported are without it. 0: none."""
-    balance_rate: Annotated[float, Range(0, 1)] = 1e-3
+    balance_rate: Part = 1e-3
     """How far a step moves the biases by which sigmoid routers balance their experts: so far up
     where an expert had fewer tokens than the mean, so far down where it had more. Other routers
     have none."""
@@ -55,7 +66,7 @@ class TrainingConfig:
     agree between layouts to 1e-5 in float32, to 1e-3 in bfloat16. bfloat16 is faster on CPUs that
     have instructions for it, and many times slower on others. auto: bfloat16 on GPU, float32 on
     CPU. A run keeps what it began with unless this names another."""
-    ema_decay: Annotated[float, Range(0, 0.999_999)] = 0.0
+    ema_decay: Annotated[float, Interval(ge=0, le=0.999_999)] = 0.0
     """Also keep an exponential moving average of the weights, in float32. Each step leaves this
     part of it: 0.999 averages about the last 1,000 steps. torchmars export --ema writes it. 0: no
     average."""

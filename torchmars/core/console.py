@@ -4,17 +4,18 @@ A line that begins with "warning" or "error" is of that level of `logging`, any 
 is below the level of `logger` is not shown.
 """
 
+import contextlib
 import logging
 import os
 import re
 import select
 import shlex
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from typing import TextIO
-
-from torchmars.core.timers import unless_done_in
+from typing import TextIO, TypeVar
 
 # Characters that steer a terminal instead of being shown: control characters except the end of a
 # line and tabs, the separators of lines and paragraphs, those that change a text's direction, and
@@ -25,6 +26,7 @@ STEERING = re.compile(
 )
 
 
+T = TypeVar("T")
 PATIENCE = 3.0  # seconds of silence
 LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
 logger = logging.getLogger(__name__)
@@ -110,3 +112,40 @@ def next_commands(*commands: Sequence[str]) -> list[str]:
 def labelled(label: str, *lines: str) -> list[str]:
     """Return lines that stand beside each other under a label, which the first one bears."""
     return [f"{'' if number else label:<9} {line}" for number, line in enumerate(lines)]
+
+
+@contextlib.contextmanager
+def unless_done_in(seconds: float, work: Callable[[], object]) -> Iterator[None]:
+    """Do `work` on a thread while the body still runs after some seconds."""
+    late = threading.Timer(seconds, work)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def done_in(seconds: float | None, work: Callable[[], T]) -> T:
+    """Return the result of `work`, or raise what it raises.
+
+    Raises `TimeoutError` where it takes longer than some seconds, unless they are None. Of the time
+    for which this process stands still a second counts. The thread of `work` is then left alone,
+    and does not keep the process from ending.
+    """
+    if seconds is None:
+        return work()
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while seconds > 0 and not wait([result], min(seconds, 1.0)).done:
+        seconds -= 1.0
+    if not result.done():
+        raise TimeoutError
+    return result.result()

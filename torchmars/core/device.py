@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchmars.core.cores import own_cores
+from torchmars.core.files import own_cores
 
 
 @dataclass(frozen=True)

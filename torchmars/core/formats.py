@@ -11,12 +11,15 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import PurePath
+from importlib import metadata
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
+import tomli
+
+from torchmars.core.check import make, parse_json
 from torchmars.core.errors import UserError
 from torchmars.core.files import open_file, read_bytes
-from torchmars.core.typed import make, parse_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -88,3 +91,14 @@ def checksum_matches(content: bytes) -> bool | None:
         return None
     without = content[:-CHECKSUM_SIZE] + b"\n}"
     return hashlib.sha256(without).hexdigest() == last[1].decode()
+
+
+def __getattr__(name: str) -> str:
+    """Return `__version__`, that of this package, also in a checkout that is not installed."""
+    if name != "__version__":
+        raise AttributeError(name)
+    try:
+        return metadata.version("torchmars")
+    except metadata.PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        return str(tomli.loads(project.read_text(encoding="utf-8"))["project"]["version"])

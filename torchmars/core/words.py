@@ -1,8 +1,12 @@
-"""Counts, numbers and times in the words of messages."""
+"""Counts, numbers, times and tables in the words of messages."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+from rich.cells import cell_len
+
+from torchmars.core.console import harmless
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
@@ -39,3 +43,18 @@ def duration(seconds: float) -> str:
         if (count := seconds / size) >= 2:
             return f"{count:,.{int(count < 10)}f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows of equally many cells as lines with aligned columns.
+
+    The columns numbered in `right` are aligned to the right. The first row has the headings.
+    """
+    shown = [[harmless(cell).replace("\n", "\\n").expandtabs() for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(*shown, strict=True)]
+
+    def padded(number: int, cell: str) -> str:
+        blanks = " " * (widths[number] - cell_len(cell))  # letters of East Asia take two places
+        return blanks + cell if number in right else cell + blanks
+
+    return ["  ".join(padded(*each) for each in enumerate(row)).rstrip() for row in shown]

@@ -19,11 +19,9 @@ from tqdm import tqdm
 
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
-from torchmars.core.cores import own_cores
+from torchmars.core.check import parse_json
 from torchmars.core.errors import UserError, file_errors
-from torchmars.core.files import PARTIAL, read_text, write_durably
-from torchmars.core.locks import locked
-from torchmars.core.typed import parse_json
+from torchmars.core.files import PARTIAL, locked, own_cores, read_text, write_durably
 from torchmars.core.words import counted
 from torchmars.data import foreign
 from torchmars.data.corpus import Piece, Sizes, source_files

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
-from torchmars.config.entries import declare
 from torchmars.config.source import KINDS, DataSource, reader_of
 from torchmars.core.errors import UserError, needs_package
 from torchmars.core.files import LFS
@@ -390,8 +389,3 @@ READERS: dict[str, Callable[[Any, Input, DataSource, Sizes], Records]] = {
     "parquet": parquet_records,
     "hf": dataset_records,
 }
-declare(
-    "READERS",
-    READERS,
-    lambda name, entry: "" if callable(entry) else f"must be a function, got {entry!r}",
-)

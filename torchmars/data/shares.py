@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 
 import numpy as np
 
-from torchmars.core.bounds import Range
+from torchmars.core.check import Range
 
 Samples = TypeVar("Samples", int, np.ndarray)  # one, or an array of Python's integers
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import numpy as np
 
-from torchmars.core.bounds import Range
+from torchmars.core.check import Range, is_text, meant, parse_json
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import read_bytes, read_text, write_durably
-from torchmars.core.typed import is_text, meant, parse_json
 
 if TYPE_CHECKING:
     import tiktoken

@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from torchmars.config import ResolvedData
+from torchmars.core.check import make, parse_json
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
-from torchmars.core.files import DurableFile, read_text, remove, sync_folder, write_durably
-from torchmars.core.locks import lock
-from torchmars.core.typed import make, parse_json
+from torchmars.core.files import DurableFile, lock, read_text, remove, sync_folder, write_durably
 from torchmars.core.words import counted
 from torchmars.data.documents import Damaged, Encoded
 from torchmars.data.manifest import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchmars.config.fields import Amount, Positive
-from torchmars.core.bounds import Range
+from torchmars.core.check import Range
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.models.cache import Cache

@@ -14,10 +14,10 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
+from torchmars.core.check import meant
 from torchmars.core.device import is_gpu
 from torchmars.core.errors import UserError
 from torchmars.core.places import local_place
-from torchmars.core.typed import meant
 from torchmars.data.hub import distrust_hub, in_a_line
 from torchmars.evaluation.sampling import Draw, continuations, predict_anew
 from torchmars.evaluation.scoring import Report, Scorer, Tokens, windows_after

@@ -10,13 +10,12 @@ from pathlib import Path, PurePath
 from torch import Tensor
 
 from torchmars.config import ResolvedConfig
-from torchmars.config.checkpoint import HF
-from torchmars.config.load import config_from_tables
-from torchmars.config.toml_files import Tables
+from torchmars.config.load import Tables, config_from_tables
+from torchmars.config.sections import HF
+from torchmars.core.check import parse_json
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, needs_package
 from torchmars.core.files import read_text
-from torchmars.core.typed import parse_json
 from torchmars.data.hub import distrust_hub, in_a_line
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.exchange import weights as files

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchmars.config.decoder import LLAMA3_CONTEXT, DecoderArgs
 from torchmars.config.llama import LlamaArgs
+from torchmars.config.model_args import LLAMA3_CONTEXT, DecoderArgs
 from torchmars.core.errors import UserError
 from torchmars.exchange.family import (
     Counterpart,

@@ -21,11 +21,10 @@ from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import read_index, read_tensors, shapes_in
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
-from torchmars.config.checkpoint import HF
-from torchmars.config.float8 import Float8Config
 from torchmars.config.load import config_from_tables
 from torchmars.config.model_args import Multipliers
-from torchmars.config.run import RunConfig
+from torchmars.config.sections import HF, RunConfig
+from torchmars.config.training import Float8Config
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.places import place

@@ -16,10 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchmars.core.bounds import Name
+from torchmars.core.check import Name, parse_json
 from torchmars.core.errors import UserError
 from torchmars.core.files import LFS, open_file, path_problem, read_text, write_durably
-from torchmars.core.typed import parse_json
 from torchmars.exchange.families import counterparts, family_of
 from torchmars.exchange.family import Counterpart
 from torchmars.exchange.llama_family import GATE_UP

@@ -4,8 +4,8 @@ import torch
 
 from torchmars.config import Config, ModelConfig
 from torchmars.config.fields import require
-from torchmars.config.model import MODELS, family_settings, model_class
-from torchmars.core.typed import meant
+from torchmars.config.model import model_class
+from torchmars.core.check import meant
 from torchmars.models.base import multiplied
 from torchmars.models.model import Model
 
@@ -15,13 +15,12 @@ __all__ = ["Model", "build_meta_model", "build_model", "family", "build_run_mode
 def family(name: str) -> type[Model]:
     """Return the class of the models called `name`. Raises `UserError` if a plugin has none."""
     found: type[Model] = model_class(name)
-    wanted = f"model.name: the class {MODELS[name]} must"
+    wanted = f"model.name: the class of {name} must"
     require(isinstance(found, type) and issubclass(found, Model), f"{wanted} derive from Model")
     undefined = ", ".join(sorted(found.__abstractmethods__))
     require(not undefined, f"{wanted} define {undefined}")
     for field in ("inputs", "cuts"):
         require(hasattr(found, field), f"{wanted} have {field}")
-    family_settings(found, MODELS[name])
     return found
 
 
@@ -41,7 +40,7 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
     args.check()
     model = kind(args)
     missing = [field for field in Model.__annotations__ if not hasattr(model, field)]
-    require(not missing, f"model.name: {MODELS[config.name]} must have {', '.join(missing)}")
+    require(not missing, f"model.name: the class of {config.name} must have {', '.join(missing)}")
     return model
 
 

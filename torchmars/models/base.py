@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 
 import torch
 
+from torchmars.config.model import TransferConfig, shape_fields
 from torchmars.config.model_args import COMMON, Multipliers
-from torchmars.config.transfer import TransferConfig, shape_fields
 from torchmars.core.errors import UserError
 from torchmars.models.model import Model
 from torchmars.optim.scaling import TransferFactors, transfer_factors
@@ -23,7 +23,7 @@ def base_of(model: Model, transfer: TransferConfig) -> Model:
             raise UserError(f'transfer.size = "{transfer.size}" is none of the sizes {sizes}')
         common = {name: getattr(args, name) for name in COMMON}
         named = kind(**common | dict(kind.sizes[transfer.size]))
-        shape = {name: getattr(named, name) for name in shape_fields({"": kind})}
+        shape = {name: getattr(named, name) for name in shape_fields(kind)}
     shape |= transfer.shape()
     for name in shape.keys() - {each.name for each in fields(args)}:
         raise UserError(f"transfer.{name} has no meaning for a {type(model).__name__}: remove it")

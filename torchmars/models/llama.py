@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchmars.config.decoder import DecoderArgs
 from torchmars.config.llama import LlamaArgs
-from torchmars.config.model_args import Multipliers
+from torchmars.config.model_args import DecoderArgs, Multipliers
 from torchmars.core.words import counted
 from torchmars.models.attention import CausalAttention, Sight
 from torchmars.models.model import Head, Model, Table, TensorParallelCut, added

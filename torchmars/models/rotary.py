@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchmars.config.decoder import DecoderArgs
+from torchmars.config.model_args import DecoderArgs
 
 # Llama 3.1's scaling stretches wavelengths of more than the original length / LOW tokens, leaves
 # those below the original length / HIGH, and goes from one to the other between.

@@ -10,7 +10,7 @@ from torchmars.optim.rules import RULES, MatrixRule, group_settings
 from torchmars.optim.settings import Number, shown
 from torchmars.optim.tensors import local_part
 
-MAX_GRAD_NORM = Number("max_grad_norm", "The global clip.", positive=True, optional=True)
+MAX_GRAD_NORM = Number("max_grad_norm", positive=True, optional=True)
 
 
 def check_rule(value: Any, suffix: str = "") -> None:

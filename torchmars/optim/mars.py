@@ -38,7 +38,7 @@ from torchmars.optim.meshes import MeshGroups
 from torchmars.optim.passes import TorchPasses
 from torchmars.optim.plans import Plans, kept_settings
 from torchmars.optim.rules import RULES, group_settings
-from torchmars.optim.settings import CLIP, EPS, FIXED, FLATTEN, GAMMA, GAMMA_NEXT, SPLIT, shown
+from torchmars.optim.settings import FIXED, FLATTEN, GAMMA_NEXT, SPLIT, Corrected, shown
 from torchmars.optim.state import carried_state, check_loaded, new_state
 from torchmars.optim.step import GroupTelemetry, count_skipped, report
 from torchmars.optim.tensors import local_part, unchanged
@@ -115,8 +115,8 @@ class MARS(torch.optim.Optimizer):
         *,
         weight_decay: float = 0.0,
         rule: str = "mars-adamw",
-        gamma: float = GAMMA.default,
-        clip: float | None = CLIP.default,
+        gamma: float = Corrected.gamma,
+        clip: float | None = Corrected.clip,
         max_grad_norm: float | None = None,
         exact: bool = False,
         momentum_dtype: torch.dtype | None = None,
@@ -148,9 +148,8 @@ class MARS(torch.optim.Optimizer):
         given = checked_params(params)
         settings |= dict(rule=rule, weight_decay=weight_decay, gamma=gamma, clip=clip)
         # Groups of all rules have these.
-        settings = {
-            each.name: each.default for each in (EPS, GAMMA_NEXT, FLATTEN, SPLIT)
-        } | settings
+        shared = {each.name: each.default for each in (GAMMA_NEXT, FLATTEN, SPLIT)}
+        settings = {"eps": Corrected.eps} | shared | settings
         settings |= {key: each for key, each in (("lr", lr), ("betas", betas)) if each is not None}
         self._given = list(settings)  # what else a group has follows from its rule
         by_rule = {key: RULES[rule].defaults[key] for key in ("lr", "betas")}

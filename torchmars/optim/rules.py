@@ -15,25 +15,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from torchmars.optim.settings import (
-    BETAS,
-    BETAS_1D,
-    CLIP,
-    EPS,
-    GAMMA,
     GAMMA_NEXT,
-    LR,
-    LR_1D,
-    LR_REST,
-    MARS_SETTINGS,
-    MATRIX_SETTINGS,
-    PER_HEAD,
-    WEIGHT_DECAY,
+    OF_MATRIX_GROUPS,
+    Corrected,
     Declared,
+    MuonSettings,
+    Number,
+    OfMatrices,
+    OfVectors,
+    RuleSettings,
     Setting,
     Settings,
+    declared,
 )
 
 if TYPE_CHECKING:
@@ -108,14 +105,14 @@ def corrected(g: Tensor, h: Tensor, f: Factors) -> Tensor:
 class Rule(ABC):
     """An update rule: its settings, its buffers, and two functions of one tensor.
 
-    To add one, derive from `ElementwiseRule` or `MatrixRule`, and put it into `RULES`. Rules have
-    no state of their own.
+    To add one, derive from `ElementwiseRule` or `MatrixRule`, and register it in `RULES`.
+    Rules have no state of their own.
     """
 
     name: ClassVar[str]
-    settings: ClassVar[Declared]
-    """Each setting, with its default: published where there is a published one, for GPT-2 small."""
-    own: ClassVar[Declared] = ()
+    config: ClassVar[type]
+    """The dataclass of its settings. Its defaults are published ones for GPT-2 small, if any."""
+    own: ClassVar[Sequence[str]] = ()
     """Those of them that are numbers and that no other rule has: they arrive in `Factors.own`."""
     variance_reduced: ClassVar[bool] = False
     """Whether it uses the corrected gradient of MARS. It then has the settings gamma and clip."""
@@ -152,6 +149,12 @@ class Rule(ABC):
         A step changes outputs alike at both if its largest singular value goes with the root of
         out / in (Yang et al., arXiv 2310.17813).
         """
+
+    @property
+    def settings(self) -> Declared:
+        """Its settings, and those that only its groups have."""
+        of_groups = OF_MATRIX_GROUPS if isinstance(self, MatrixRule) else ()
+        return *declared(self.config), *of_groups, *[GAMMA_NEXT] * self.variance_reduced
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -191,6 +194,13 @@ class MatrixRule(Rule):
         return grows**0.5 * self.scale(*base) / self.scale(*sides)
 
 
+@dataclass(frozen=True)
+class AdamWSettings(RuleSettings):
+    """Those of AdamW."""
+
+    lr: float = 6e-4
+
+
 class AdamW(ElementwiseRule):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101).
 
@@ -199,12 +209,7 @@ class AdamW(ElementwiseRule):
     """
 
     name = "adamw"
-    settings: ClassVar[Declared] = (
-        LR.of(6e-4),
-        BETAS.of((0.9, 0.95)),
-        EPS,
-        WEIGHT_DECAY.of(0.1),
-    )
+    config: ClassVar[type] = AdamWSettings
 
     def buffers(self, clip: float | None, exact: bool, stacks: bool) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
@@ -218,22 +223,34 @@ class AdamW(ElementwiseRule):
         return m * f.unbias1 / ((v * f.unbias2).sqrt() + f.eps)
 
 
+@dataclass(frozen=True)
+class MarsAdamWSettings(OfVectors):
+    """Those of MARS-AdamW."""
+
+    lr: float = 6e-3
+    betas: tuple[float, float] = (0.95, 0.99)
+    weight_decay: float = 0.01
+
+
 class MarsAdamW(AdamW):
     """MARS-AdamW (arXiv 2411.10438): both moments are of c, also without a clip."""
 
     name = "mars-adamw"
-    settings = (
-        LR.of(6e-3),
-        BETAS.of((0.95, 0.99)),
-        WEIGHT_DECAY.of(0.01),
-        LR_1D,
-        *MARS_SETTINGS,
-    )
+    config: ClassVar[type] = MarsAdamWSettings
     variance_reduced = True
     continues = ("adamw",)
 
     def buffers(self, clip: float | None, exact: bool, stacks: bool) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq", "last_grad"
+
+
+@dataclass(frozen=True)
+class LionSettings(RuleSettings):
+    """Those of Lion."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.5
 
 
 class Lion(ElementwiseRule):
@@ -243,12 +260,7 @@ class Lion(ElementwiseRule):
     """
 
     name = "lion"
-    settings: ClassVar[Declared] = (
-        LR.of(1e-4),
-        BETAS.of((0.9, 0.99)),
-        EPS,
-        WEIGHT_DECAY.of(0.5),
-    )
+    config: ClassVar[type] = LionSettings
 
     def buffers(self, clip: float | None, exact: bool, stacks: bool) -> tuple[str, ...]:
         return ("exp_avg",)
@@ -287,35 +299,23 @@ class MarsMomentum(Rule):
         return (f.beta1 * m + (f.rate1 * (1 + f.kappa) - f.gamma_next) * c,)
 
 
+@dataclass(frozen=True)
+class MarsLionSettings(OfVectors):
+    """Those of MARS-Lion."""
+
+    lr: float = 6e-4
+    betas: tuple[float, float] = (0.95, 0.99)
+
+
 class MarsLion(MarsMomentum, ElementwiseRule):
     """MARS-Lion (arXiv 2411.10438): direction = sign(m)."""
 
     name = "mars-lion"
-    settings: ClassVar[Declared] = (
-        LR.of(6e-4),
-        BETAS.of((0.95, 0.99)),
-        WEIGHT_DECAY.of(0.1),
-        LR_1D,
-        *MARS_SETTINGS,
-    )
+    config: ClassVar[type] = MarsLionSettings
 
     def direction(self, old: Buffers, new: Buffers, c: Tensor, f: Factors) -> Tensor:
         (m,) = new
         return (m if f.corrects else m + f.gamma_next * c).sign()
-
-
-# Heads apart lowered the loss under muon and mars-m (docs/comparing.md#heads-apart).
-# Under mars-shampoo they were not tried.
-HEADS_APART = tuple(PER_HEAD.of("auto") if each is PER_HEAD else each for each in MATRIX_SETTINGS)
-MUON_SETTINGS = (
-    LR.of(6e-3),
-    BETAS.of((0.95, 0.99)),
-    EPS,
-    WEIGHT_DECAY.of(0.1),
-    BETAS_1D,
-    LR_REST,
-    *HEADS_APART,
-)
 
 
 class Muon(MatrixRule):
@@ -325,7 +325,7 @@ class Muon(MatrixRule):
     """
 
     name = "muon"
-    settings = MUON_SETTINGS
+    config: ClassVar[type] = MuonSettings
 
     def buffers(self, clip: float | None, exact: bool, stacks: bool) -> tuple[str, ...]:
         return ("momentum_buffer",)
@@ -348,29 +348,39 @@ class Muon(MatrixRule):
         return dict.fromkeys(("embedding", "head", "vector"), adamw)
 
 
+@dataclass(frozen=True)
+class MarsMSettings(MuonSettings, Corrected):
+    """Those of MARS-M."""
+
+
 class MarsM(MarsMomentum, Muon):
     """MARS-M (Liu et al., arXiv 2510.21800): Muon by the corrected momentum. direction = m."""
 
     name = "mars-m"
-    settings: ClassVar[Declared] = (*MUON_SETTINGS, GAMMA, GAMMA_NEXT, CLIP)
+    config: ClassVar[type] = MarsMSettings
 
     def direction(self, new: Buffers, g: Tensor, f: Factors) -> Tensor:
         (m,) = new
         return m if f.corrects else m + f.gamma_next * g
 
 
+@dataclass(frozen=True)
+class MarsShampooSettings(OfVectors, OfMatrices):
+    """Those of MARS-Shampoo. Under it heads apart were not tried."""
+
+    lr: float = 2e-2
+    """Peak learning rate. Other rates follow the schedule in proportion. Embeddings get 0.3 of it.
+    """
+    betas: tuple[float, float] = (0.95, 0.99)
+    weight_decay: float = 0.01
+    lr_1d: Annotated[float | None, Number(scope="optimizer", optional=True)] = 3e-3
+
+
 class MarsShampoo(MarsM):
     """MARS-Shampoo (arXiv 2411.10438), with the scale of the published code."""
 
     name = "mars-shampoo"
-    settings = (
-        LR.of(2e-2),
-        BETAS.of((0.95, 0.99)),
-        WEIGHT_DECAY.of(0.01),
-        LR_1D.of(3e-3),
-        *MARS_SETTINGS,
-        *MATRIX_SETTINGS,
-    )
+    config: ClassVar[type] = MarsShampooSettings
     # Of the matrices' lr: an orthogonal matrix moves its entries less than AdamW does.
     EMBEDDING_LR = 0.3
 

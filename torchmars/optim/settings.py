@@ -1,30 +1,26 @@
-"""The types of an optimizer's settings, and the settings that several rules share.
+"""The settings of rules: dataclasses whose fields have a type, a default and a meaning each.
 
-A rule declares its settings. What follows from them: which settings a parameter group may have, the
-checks, the defaults of `MARS`, the section of the config and its `--help`. Needs no torch.
+A rule names the dataclass of its settings. What follows from it: which settings a parameter group
+may have, the checks, the defaults of `MARS`, the section of the config and its `--help`. A field's
+`Setting` stands beside its type, as `float`. Needs no torch.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 Settings = dict[str, Any]  # of an optimizer by its name, or of a parameter group
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a rule. A rule has it with a default of its own: `LR.of(6e-3)`."""
+    """What a value of a setting must be."""
 
-    name: str
-    meaning: str
-    """Its meaning, in a sentence or two, for `--help`."""
+    name: str = ""
     default: Any = None
     scope: Literal["both", "optimizer", "group"] = "both"
     """Who has it: each parameter group, or the optimizer whose groups follow from it, or both."""
-
-    def of(self, default: Any) -> "Setting":
-        """Return the same setting with another default."""
-        return replace(self, default=default)
 
     def judge(self, value: Any) -> tuple[bool, str]:
         """Return whether a value is good, and the requirement. May raise for another type."""
@@ -102,127 +98,114 @@ class Choice(Setting):
 Declared = tuple[Setting, ...]  # the settings of a rule
 
 
+# What a field of a plain type must be; other fields have their `Setting` beside the type.
+OF_TYPES: dict[Any, Setting] = {float: Number(), bool: Flag(), tuple[float, float]: Betas()}
+
+
+@cache
+def declared(kind: type) -> Declared:
+    """Return the settings that a dataclass has, with their names and defaults."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = ((each, hints[each.name]) for each in fields(kind))
+    return tuple(
+        replace(
+            hint.__metadata__[0] if get_origin(hint) is Annotated else OF_TYPES[hint],
+            name=each.name,
+            default=each.default,
+        )
+        for each, hint in found
+    )
+
+
 def shown(value: Any) -> str:
     """Return a value as a line of a message can show it."""
     return " ".join(str(value).split())[:80]
 
 
-LR = Number(
-    "lr",
-    "Peak learning rate. Other rates follow the schedule in proportion. The embeddings of "
-    "mars-shampoo get 0.3 of it.",
-)
-BETAS = Betas("betas", "Decay of the momentum and of the second moment.")
-EPS = Number("eps", "Added to the root of the second moment.", 1e-8, positive=True)
-WEIGHT_DECAY = Number("weight_decay", "Decoupled weight decay.")
-BETAS_1D = Betas(
-    "betas_1d",
-    "Betas of AdamW, for vectors and (mars-m, muon) embeddings and heads.",
-    (0.9, 0.95),
-    scope="optimizer",
-)
-LR_REST = Number(
-    "lr_rest",
-    "Learning rate of the AdamW of embeddings, heads and vectors. If not set, lr.",
-    scope="optimizer",
-    optional=True,
-)
-FLATTEN = Flag(
-    "flatten", "See parameters of three dims as one matrix [out, -1].", False, scope="group"
-)
-SPLIT = Rows("split", "Parts that a matrix is cut into by rows.", 1, scope="group")
-TRANSPOSED = Flag(
-    "transposed",
-    "Matrices are stored [in, out], not [out, in]: their columns are what is called rows.",
-    False,
-    scope="group",
-)
-ZERO_MEAN = Flag(
-    "zero_mean",
-    "Take the mean over rows out of a matrix and of its direction: of softmax routers, whose "
-    "gradient has none except rounding.",
-    False,
-    scope="group",
-)
+@dataclass(frozen=True)
+class RuleSettings:
+    """The settings that every rule has. The class of a rule's settings derives from this one."""
 
-PER_HEAD = Flag(
-    "per_head",
-    "Orthogonalise the rows of each head on their own, in the matrices whose heads the model "
-    "declares: those of queries, keys and values. auto: where it declares some. A group's own "
-    "rule changes nothing in this.",
-    False,
-    automatic=True,
-)
+    lr: float = 1e-3
+    """Peak learning rate. Other rates follow the schedule in proportion."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the momentum and of the second moment."""
+    eps: Annotated[float, Number(positive=True)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
 
-# Of the rules that orthogonalise matrices.
-ORTHOGONALIZE = Choice(
-    "orthogonalize",
-    "How matrices are orthogonalised. newton-schulz: five steps of one polynomial, as published. "
-    "polar-express: five steps of different ones, nearer to orthogonal. deepseek-v4: ten steps, "
-    "nearest. cubic5: five steps, a third fewer products.",
-    "newton-schulz",
-    names=("newton-schulz", "polar-express", "deepseek-v4", "cubic5"),
-)
-EQUILIBRATE = Flag(
-    "equilibrate",
-    "Give all rows of a matrix one norm before it is orthogonalised, and scale it to the norm that "
-    "an orthogonal one has after it.",
-    False,
-)
-MATRIX_SETTINGS = (
-    FLATTEN,
-    SPLIT,
-    TRANSPOSED,
-    PER_HEAD,
-    ZERO_MEAN,
-    ORTHOGONALIZE,
-    EQUILIBRATE,
-)
 
-# How a parameter is seen as matrices.
+@dataclass(frozen=True)
+class Corrected(RuleSettings):
+    """Those of rules that reduce the variance of the gradient."""
+
+    gamma: float = 0.025
+    """Strength of the variance reduction. For mars-adamw 0.025 to 0.05 works best."""
+    clip: Annotated[float | None, Number(positive=True, optional=True)] = 1.0
+    """Clip each tensor's corrected gradient to this norm. 0 switches it off; the rules other than
+    mars-adamw then keep one buffer per parameter."""
+
+
+@dataclass(frozen=True)
+class OfVectors(Corrected):
+    """Those of rules that leave vectors to AdamW on settings of its own."""
+
+    optimize_1d: Annotated[bool, Flag(scope="optimizer")] = False
+    """Give vectors (norm weights, biases) MARS too, instead of AdamW."""
+    lr_1d: Annotated[float | None, Number(scope="optimizer", optional=True)] = None
+    """Learning rate of the vectors' AdamW. If the rule has no default, half of lr."""
+    betas_1d: Annotated[tuple[float, float], Betas(scope="optimizer")] = (0.9, 0.95)
+    """Betas of AdamW, for vectors and (mars-m, muon) embeddings and heads."""
+    weight_decay_1d: Annotated[float, Number(scope="optimizer")] = 0.1
+    """Weight decay of the vectors' AdamW."""
+
+
+Method = Literal["newton-schulz", "polar-express", "deepseek-v4", "cubic5"]
+
+
+@dataclass(frozen=True)
+class OfMatrices(RuleSettings):
+    """Those of rules that orthogonalise matrices."""
+
+    per_head: Annotated[bool | Literal["auto"], Flag(automatic=True)] = False
+    """Orthogonalise the rows of each head on their own, in the matrices whose heads the model
+    declares: those of queries, keys and values. auto: where it declares some. A group's own rule
+    changes nothing in this."""
+    orthogonalize: Annotated[Method, Choice(names=get_args(Method))] = "newton-schulz"
+    """How matrices are orthogonalised. newton-schulz: five steps of one polynomial, as published.
+    polar-express: five steps of different ones, nearer to orthogonal. deepseek-v4: ten steps,
+    nearest. cubic5: five steps, a third fewer products."""
+    equilibrate: bool = False
+    """Give all rows of a matrix one norm before it is orthogonalised, and scale it to the norm that
+    an orthogonal one has after it."""
+
+
+@dataclass(frozen=True)
+class MuonSettings(OfMatrices):
+    """Those of Muon, which leaves all else to AdamW."""
+
+    lr: float = 6e-3
+    betas: tuple[float, float] = (0.95, 0.99)
+    betas_1d: Annotated[tuple[float, float], Betas(scope="optimizer")] = (0.9, 0.95)
+    """Betas of the AdamW of embeddings, heads and vectors."""
+    lr_rest: Annotated[float | None, Number(scope="optimizer", optional=True)] = None
+    """Learning rate of the AdamW of embeddings, heads and vectors. If not set, lr."""
+    # Heads apart lowered the loss under muon and mars-m: docs/comparing.md#heads-apart.
+    per_head: Annotated[bool | Literal["auto"], Flag(automatic=True)] = "auto"
+
+
+# Of a group alone: how a parameter is seen as matrices, and what a schedule gives it.
+FLATTEN = Flag("flatten", False, "group")  # parameters of three dims are one matrix [out, -1]
+SPLIT = Rows("split", 1, "group")  # the parts that a matrix is cut into by rows
+TRANSPOSED = Flag("transposed", False, "group")  # stored [in, out]: its columns are called rows
+# The mean over rows is taken out of a matrix and of its direction: of softmax routers, whose
+# gradient has none except rounding.
+ZERO_MEAN = Flag("zero_mean", False, "group")
+GAMMA_NEXT = Number("gamma_next", None, "group", optional=True)  # gamma of the next step
+OF_MATRIX_GROUPS = (FLATTEN, SPLIT, TRANSPOSED, ZERO_MEAN)
+
+# How a parameter is cut into matrices.
 CUT = ("flatten", "split", "transposed", "per_head")
 # Settings of a group that plans and state follow from: they cannot change later.
-FIXED = {"rule", *(each.name for each in MATRIX_SETTINGS)}
-
-# Of the rules that reduce the variance of the gradient.
-GAMMA = Number(
-    "gamma",
-    "Strength of the variance reduction. For mars-adamw 0.025 to 0.05 works best.",
-    0.025,
-)
-GAMMA_NEXT = Number(
-    "gamma_next", "gamma of the next step, where it has a schedule.", scope="group", optional=True
-)
-CLIP = Number(
-    "clip",
-    "Clip each tensor's corrected gradient to this norm. 0 switches it off; the rules other than "
-    "mars-adamw then keep one buffer per parameter.",
-    1.0,
-    positive=True,
-    optional=True,
-)
-# Of those among them that leave vectors to AdamW on settings of its own.
-OPTIMIZE_1D = Flag(
-    "optimize_1d",
-    "Give vectors (norm weights, biases) MARS too, instead of AdamW.",
-    False,
-    scope="optimizer",
-)
-LR_1D = Number(
-    "lr_1d",
-    "Learning rate of the vectors' AdamW. If the rule has no default, half of lr.",
-    scope="optimizer",
-    optional=True,  # half of lr
-)
-WEIGHT_DECAY_1D = Number(
-    "weight_decay_1d", "Weight decay of the vectors' AdamW.", 0.1, scope="optimizer"
-)
-MARS_SETTINGS = (
-    EPS,
-    GAMMA,
-    GAMMA_NEXT,
-    CLIP,
-    OPTIMIZE_1D,
-    BETAS_1D,
-    WEIGHT_DECAY_1D,
-)
+FIXED = {"rule", *CUT, "zero_mean", "orthogonalize", "equilibrate"}

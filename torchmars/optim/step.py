@@ -67,7 +67,7 @@ class GroupTensors:
         def number(value: Any) -> Tensor:
             return torch.as_tensor(value, dtype=self.dtype)
 
-        own = {each.name: number(self.settings[each.name]) for each in self.rule.own}
+        own = {name: number(self.settings[name]) for name in self.rule.own}
         wide = (each if each.dtype == torch.bool else each.to(self.dtype) for each in columns)
         shared = verdict.applied, verdict.scale.to(self.dtype), *map(number, self.numbers)
         return Factors._make([*shared, own, self.corrects, keeps, self.stacks, *wide])

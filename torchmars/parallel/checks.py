@@ -1,8 +1,8 @@
 """Checks of a layout that need no ranks."""
 
 from torchmars.config import Config, Degrees
-from torchmars.config.compile import compile_problem
 from torchmars.config.fields import require
+from torchmars.config.ranks import compile_problem
 from torchmars.core.words import counted, divisor_of
 from torchmars.models import Model
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit

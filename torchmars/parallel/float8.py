@@ -9,7 +9,7 @@ import importlib.util
 import torch
 from torch import nn
 
-from torchmars.config.float8 import Float8Config
+from torchmars.config.training import Float8Config
 from torchmars.core.device import is_gpu, multiplies_float8
 from torchmars.core.errors import UserError, missing_package
 from torchmars.models import Model

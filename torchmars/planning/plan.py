@@ -7,8 +7,7 @@ import torch
 
 from torchmars.cluster.sizes import UsableSizes
 from torchmars.config import ResolvedConfig
-from torchmars.config.compile import resolve_compile
-from torchmars.config.dtypes import resolve_dtypes
+from torchmars.config.ranks import resolve_compile, resolve_dtypes
 from torchmars.core.device import PLANNED, gpu_memory
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted

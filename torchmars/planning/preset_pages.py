@@ -4,11 +4,10 @@ from collections.abc import Iterable
 from functools import cache
 
 from torchmars.config import ModelConfig, ResolvedConfig
-from torchmars.config.load import config_from_sources
+from torchmars.config.load import config_from_sources, read
 from torchmars.config.presets import Preset
 from torchmars.core.console import labelled
-from torchmars.core.tables import table
-from torchmars.core.words import counted, short
+from torchmars.core.words import counted, short, table
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import Model, build_meta_model
 from torchmars.optim.rules import RULES
@@ -34,9 +33,9 @@ def preset_costs(config: ModelConfig, tokenizer: str, seq_len: int) -> ModelCost
 
 def read_preset(preset: Preset) -> tuple[ResolvedConfig, Model, float]:
     """Return the config of a preset, its model, and about how many seconds a step takes."""
-    config = config_from_sources(preset.sources())
+    config = config_from_sources(read([preset.name]))
     costs = preset_costs(config.model, config.data.tokenizer, config.training.seq_len)
-    plan = Plan(costs, config, preset.gpus, PER_NODE)
+    plan = Plan(costs, config, preset.about.gpus, PER_NODE)
     return config, costs.model, max(plan.times)
 
 
@@ -47,10 +46,10 @@ def preset_row(preset: Preset) -> tuple[str, ...]:
         preset.name,
         short(model.parameter_count),
         short(config.training.tokens),
-        f"{preset.gpus}{'' if preset.layout_published else '*'}",
+        f"{preset.about.gpus}{'*' if preset.about.layout == 'assumed' else ''}",
         f"{config.training.steps * seconds / 3600:,.0f}",
-        preset.origin,
-        preset.result or "none published",
+        preset.about.origin,
+        preset.about.result or "none published",
     )
 
 
@@ -59,8 +58,7 @@ def preset_table(presets: Iterable[Preset]) -> list[str]:
     return [
         *table([HEADINGS, *map(preset_row, presets)], RIGHT),
         "* GPUs: our assumption; the others are from the published runs",
-        "settings: published in all that matters, or partly; ours are a starting point that the "
-        "authors of the rule or model have not run",
+        "settings: published in all that matters, or partly",
         HOURS,
     ]
 
@@ -69,7 +67,7 @@ def preset_page(preset: Preset) -> list[str]:
     """Return all that is known of a preset, in lines."""
     config, model, seconds = read_preset(preset)
     training, schedule, optimizer = config.training, config.schedule, config.optimizer
-    values = {name: getattr(optimizer, name) for name in SHOWN}
+    values = {name: getattr(optimizer, name, None) for name in SHOWN}
     shown = [  # as the command line takes them
         f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
         for name, value in values.items()
@@ -77,9 +75,9 @@ def preset_page(preset: Preset) -> list[str]:
     ]
     mode = f", {optimizer.mode}" if RULES[optimizer.name].variance_reduced else ""
     size, accumulated = training.microbatches(
-        config.parallelism.degrees(preset.gpus).data, config.parallelism.stages
+        config.parallelism.degrees(preset.about.gpus).data, config.parallelism.stages
     )
-    origin, name = f"{preset.origin}: {preset.origin_text}", preset.name
+    origin, name = f"{preset.about.origin}: {preset.about.source}", preset.name
     windows = f"{training.global_batch_size} x {training.seq_len} tokens a step"
     read = f"{short(training.tokens)} tokens of {config.data.source}"
     warmup = f"{counted(schedule.warmup_steps, 'step')} of warmup, min_lr {schedule.min_lr}"
@@ -93,11 +91,10 @@ def preset_page(preset: Preset) -> list[str]:
         "optimizer": [f"{optimizer.name}{mode}: {', '.join(shown)}"],
         "schedule": [f"{schedule.name}, {warmup}"],
         "settings": [origin],
-        "result": [preset.result or "none published"],
-        "GPUs": [f"{preset.gpus}, {preset.layout}", here],
+        "result": [preset.about.result or "none published"],
+        "GPUs": [f"{preset.about.gpus}, {preset.about.layout}", here],
         "time": [hours, HOURS],
-        "notes": list(preset.notes),
-        "sources": [f"[{number}] {text}" for number, text in enumerate(preset.references, 1)],
+        "notes": list(preset.about.notes),
         "start": [f"CONFIG_FILE={name} ./run_train.sh"],
     }
     return [line for title, section in sections.items() for line in labelled(title, *section)]

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from torchmars.checkpoint.memory.slots import GENERATIONS
 from torchmars.cluster.sizes import UsableSizes
 from torchmars.core.console import labelled
-from torchmars.core.tables import table
-from torchmars.core.words import counted, duration
+from torchmars.core.words import counted, duration, table
 from torchmars.models.base import factors_of
 from torchmars.parallel.layout import describe_layout
 from torchmars.planning.plan import GPU, MEMORY, SPEEDS, Plan

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
-from torchmars.core.locks import is_locked
+from torchmars.core.files import is_locked
 from torchmars.records.events import EVENTS_FILE
 from torchmars.records.lines import METRICS_FILE
 from torchmars.records.run import BITS, CONFIG_FILE, SPEED, Run, read_run

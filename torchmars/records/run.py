@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchmars.checkpoint.folder import checkpoints, folder_of, other_run, step_of
-from torchmars.config.toml_files import Tables, read_toml
-from torchmars.core.arguments import as_path
+from torchmars.config.load import Tables, read_toml
+from torchmars.core.check import as_path
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torchmars.begin import is_missing
 from torchmars.config import MetricsConfig, ResolvedConfig
@@ -75,13 +76,17 @@ class WeightsAndBiases:
         self.run.finish()
 
 
+# Of plugins: each opens a tracker of a run, to continue after a step.
+TRACKERS: dict[str, Callable[[ResolvedConfig, int], Any]] = {}
+
+
 class Tracker:
     """A tracker that ends no run: a failure of it is told once, and then it gets nothing more."""
 
-    def __init__(self, option: str, open: Callable[[], TensorBoard | WeightsAndBiases]) -> None:
+    def __init__(self, option: str, open: Callable[[], Any]) -> None:
         """`open` the tracker that the config asks for by `option`."""
         self.option = option
-        self.tracker: TensorBoard | WeightsAndBiases | None = None
+        self.tracker: Any = None
         with self._told():
             self.tracker = open()
 
@@ -123,7 +128,8 @@ def open_trackers(config: ResolvedConfig, step: int, reached: int) -> list[Track
         trackers.append(Tracker("metrics.tensorboard", partial(TensorBoard, config, step)))
     if config.metrics.wandb:
         trackers.append(Tracker("metrics.wandb", partial(WeightsAndBiases, config, reached)))
-    return trackers
+    own = TRACKERS.items()
+    return trackers + [Tracker(name, partial(open, config, step)) for name, open in own]
 
 
 def wandb_run(file: Path, reached: int) -> tuple[str, int]:

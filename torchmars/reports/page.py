@@ -23,7 +23,7 @@ from torchmars.comparison.tables import (
     states_text,
     trial_rows,
 )
-from torchmars.config.toml_files import flattened
+from torchmars.config.load import flattened
 from torchmars.core.console import harmless
 from torchmars.core.words import short
 from torchmars.records.events import Event

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from torchmars.cluster import process
-from torchmars.core import locks
+from torchmars.core import files as locks
 from torchmars.core.errors import UserError
 from torchmars.core.files import (
     PARTIAL,

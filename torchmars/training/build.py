@@ -12,8 +12,7 @@ from torchmars.checkpoint.folder import checkpoints
 from torchmars.checkpoint.resume import newest_config
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig, TrainingConfig
-from torchmars.config.compile import resolve_compile
-from torchmars.config.dtypes import resolve_dtypes
+from torchmars.config.ranks import resolve_compile, resolve_dtypes
 from torchmars.core.device import MAKERS, add_up_in_float32
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows

@@ -17,7 +17,7 @@ from torchmars.checkpoint.memory import OPTION
 from torchmars.checkpoint.memory.copies import MemoryCopies
 from torchmars.checkpoint.resume import check_same_run, newest_good, read_verified
 from torchmars.checkpoint.saver import OwnedFolders, Saver
-from torchmars.config import ResolvedConfig
+from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture
 from torchmars.data.shares import Shares, shares_from_start
@@ -181,6 +181,8 @@ class Checkpointer:
         config, world = self.config, self.layout.world
         if manifest.world_size != world.size:
             changes.append(f"ranks {manifest.world_size} -> {world.size}")
+        before = ParallelismConfig(**manifest.config["parallelism"]).degrees(manifest.world_size)
+        changes += before.changes(config.parallelism.degrees(world.size))
         if len(manifest.shares.weights) != len(self.data.parts):
             raise DamagedCheckpoint(f"{folder} has the shares of other parts than its data has")
         shares = manifest.shares.changed(self.data.weights, manifest.position)

@@ -4,13 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchmars.checkpoint.folder import step_folder
 from torchmars.config import ResolvedConfig, TrainingConfig
-from torchmars.config.compile import eager_note
-from torchmars.config.dtypes import slow_warning
+from torchmars.config.ranks import eager_note, slow_warning
 from torchmars.core.console import labelled
-from torchmars.core.tables import table
-from torchmars.core.words import counted
+from torchmars.core.words import counted, table
 from torchmars.data.mixture import Mixture
-from torchmars.data.shares import Shares
 from torchmars.models import Model, title
 from torchmars.models.base import base_of
 from torchmars.optim import MARS
@@ -18,7 +15,7 @@ from torchmars.optim.rules import RULES
 from torchmars.parallel.layout import Layout
 
 if TYPE_CHECKING:  # it brings seconds of torch that a plan has no use for
-    from torchmars.training.checkpointer import Resumed
+    from torchmars.training.checkpointer import Resumed, RunState
 
 
 def introduction(
@@ -41,7 +38,7 @@ def introduction(
     slow = slow_warning(config, matrices=bool(optimizer.plans.owner_loads))
     if slow and not native_bfloat16:
         lines += labelled("warning", slow)
-    lines += labelled("data", *data_lines(config.training, data, resumed.state.shares))
+    lines += labelled("data", *data_lines(config.training, data, resumed.state))
     lines += continuation(config, resumed)
     note = eager_note(config, layout.device, compiles, layout.group("tp").size)
     return lines + labelled("note", note) if note else lines
@@ -52,11 +49,11 @@ def summary(
 ) -> list[str]:
     """Return lines on the model, its layout, the batch of a step, and the optimizer's groups.
 
-    The last one warns of a schedule that does not fit the run. `config` has its dtypes resolved,
+    The last ones warn of a schedule or a rate that does not fit. `config` has its dtypes resolved,
     `layout` is in words, and `data_ranks` read different samples.
     """
     training = config.training
-    unfit = config.schedule.warning(training.steps)
+    warnings = config.schedule.warning(training.steps), config.optimizer.warning()
     microbatch_size, accumulation_steps = training.microbatches(
         data_ranks, config.parallelism.stages
     )
@@ -87,7 +84,7 @@ def summary(
             f"{config.optimizer.name}, {config.optimizer.mode}{matrices}",
             *group_table(optimizer.param_groups),
         ),
-        *(labelled("warning", unfit) if unfit else []),
+        *(line for text in warnings if text for line in labelled("warning", text)),
     ]
 
 
@@ -97,10 +94,10 @@ def base_line(config: ResolvedConfig, model: Model) -> str:
     return f"{base.describe()}: its rates are taken; multipliers {model.args.multipliers}"
 
 
-def data_lines(training: TrainingConfig, data: Mixture, shares: Shares) -> list[str]:
-    """Return how much of its data the run reads: a line, or one for each part of a mixture."""
-    lines = []
-    samples = shares.counts(training.steps * training.global_batch_size)
+def data_lines(training: TrainingConfig, data: Mixture, state: "RunState") -> list[str]:
+    """Return how much of its data the run reads, from its `state` on: a line for each part."""
+    lines, left = [], max(0, training.steps - state.step)
+    samples = state.shares.counts(state.position + left * training.global_batch_size)
     for part, count in zip(data.parts, samples):
         available, read = part.manifest.splits["train"].tokens, count * training.seq_len
         weight = f" (weight {part.weight:g})" if data.names else ""

@@ -36,7 +36,7 @@ from torchmars.checkpoint.staging import Staging
 from torchmars.cluster import process
 from torchmars.core.device import is_gpu, pin, use
 from torchmars.core.errors import UserError
-from torchmars.core.locks import lock
+from torchmars.core.files import lock
 from torchmars.optim.tensors import local_part
 from torchmars.parallel.layout import Layout
 

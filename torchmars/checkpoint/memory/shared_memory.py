@@ -8,8 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchmars.core.files import remove
-from torchmars.core.locks import is_locked, locked
+from torchmars.core.files import is_locked, locked, remove
 
 PLACE = Path("/dev/shm")
 PREFIX = f"torchmars-{os.getuid()}-"
