@@ -53,9 +53,9 @@ def test_help_has_a_line_on_each_command(monkeypatch, capsys):
 
 
 def test_an_unknown_command_is_named(monkeypatch, capsys):
-    code, out, err = main(monkeypatch, capsys, "tran")
+    code, out, err = main(monkeypatch, capsys, "trian")
     assert (code, out) == (2, "")
-    assert err == "error: unknown command 'tran': did you mean torchmars train?\n"
+    assert err == "error: unknown command 'trian': did you mean torchmars train?\n"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_mistakes_are_one_line(transfer, tmp_path):
         ((*widths, "--lr-grid", "1", "--widen"), "--widen needs two learning rates or more"),
         ((*widths, "--lr-grid", "1", "--checkpoint.folder", "c"), "checkpoint.folder has no meani"),
         ((*widths, "--lr-grid", "0,2"), "optimizer.lr must be more than 0"),
-        ((*widths, "--lrs", "1,2"), "'--lrs': did you mean --lr-grid?"),
+        ((*widths, "--lr-grids", "1,2"), "--lr-grids: did you mean --lr-grid?"),
     ]:
         code, out, err = transfer(*args)
         assert code == 2 and not out and err.count("\n") == 1 and wrong in err, (args, err)

@@ -122,13 +122,12 @@ def test_fields_take_the_place_of_the_named_size():
     [
         (
             {"size": "7b"},
-            '"7b" is no size of model.name = "llama": did you mean 70b? it has nano, ',
+            '"7b" is no size of model.name = "llama": did you mean qwen3-1.7b? it has nano, ',
         ),
         (
             {"name": "gpt2", "size": "8b"},
             '"8b" is no size of model.name = "gpt2": it has nano, small, medium, large, xl$',
         ),
-        ({"dropout": 0.1}, 'model.dropout has no meaning for model.name = "llama": remove it'),
         ({"n_head": 3, "n_kv_head": 1}, "n_embd = 256 does not divide into model.n_head = 3"),
         ({"head_dim": 33}, "heads of width 33 cannot be rotated"),
     ],
