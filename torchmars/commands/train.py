@@ -41,9 +41,9 @@ def main() -> None:
     with exit_on_user_error():
         if sys.argv[1:2] == [""]:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
-        environment = read_environment(os.environ)
         check_temporary_folder()
         options, config, rest = load_command(Train, sys.argv[1:], "torchmars train")
+        environment = read_environment(os.environ)
         by_script = options.prepare or options.prepared or options.complete
         if not (by_script and in_batch_job(os.environ)):  # run_train.sh counts a job's machines
             check_copies(os.environ, environment.NNODES)
