@@ -9,7 +9,6 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
-from annotated_types import Interval
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -17,7 +16,7 @@ from mkdocs.structure.pages import Page
 from torchmars.config.model import OWN, ModelConfig, model_section
 from torchmars.config.optimizer import OptimizerConfig
 from torchmars.config.sections import sections_of
-from torchmars.core.check import form_of, table_in
+from torchmars.core.check import Interval, form_of, table_in
 from torchmars.core.cli import Option, documentation, once, options_of, section_text
 from torchmars.optim.rules import RULES
 

@@ -12,7 +12,6 @@ ABSENT = (
     "annotated_types",
     "pydantic",
     "psutil",
-    "rich",
     "safetensors",
     "tiktoken",
     "torchdata",

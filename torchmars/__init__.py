@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from torchmars.api import run_training as run_training
     from torchmars.config.plugins import register as register
     from torchmars.core.errors import UserError as UserError
-    from torchmars.core.formats import __version__ as __version__
     from torchmars.optim import MARS as MARS
     from torchmars.optim import param_groups as param_groups
     from torchmars.optim import transfer_factors as transfer_factors
     from torchmars.records.run import Run as Run
     from torchmars.records.run import read_run as read_run
 
-# Where each public name is. It is imported when it is first used: torch takes seconds.
+__version__ = "0.1.0"
+# Where each other public name is. It is imported when it is first used: torch takes seconds.
 PLACES = {
     "LanguageModel": "torchmars.api",
     "Planned": "torchmars.api",
@@ -34,9 +34,8 @@ PLACES = {
     "register": "torchmars.config.plugins",
     "run_training": "torchmars.api",
     "transfer_factors": "torchmars.optim",
-    "__version__": "torchmars.core.formats",
 }
-__all__ = [*PLACES]
+__all__ = [*PLACES, "__version__"]
 
 # A command is being started, not a program that imports this: by `torchmars ...`, or by
 # `python -m torchmars ...`, of which sys.argv has -m until Python has found the file.

@@ -3,8 +3,8 @@
 import importlib
 import sys
 
+from torchmars import __version__
 from torchmars.commands import commands, print_commands
-from torchmars.core import formats
 from torchmars.core.check import nearest
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
@@ -21,7 +21,7 @@ def main() -> None:
         if not args or args[0] in HELP:
             return print_commands()
         if args[0] == VERSION:
-            return say(f"torchmars {formats.__version__}")
+            return say(f"torchmars {__version__}")
         if args[0] not in known:
             raise no_command(args[0])
         sys.argv = [f"torchmars {args[0]}", *args[1:]]

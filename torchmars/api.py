@@ -21,9 +21,9 @@ from torchmars.cluster.process import start_launcher
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.config.load import config_text, read, validate
-from torchmars.core.check import Range, as_path, make
+from torchmars.core.check import Range, make
 from torchmars.core.device import gpu_type
-from torchmars.core.errors import EXIT_STOPPED, UserError, no_exit
+from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.places import place
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.sampling import Draw, continuations, encode, predict_with_cache
@@ -67,9 +67,8 @@ def run_training(config: Config, *, ranks: int = 1, **sections: dict[str, Any]) 
         RuntimeError: where ranks of the launcher failed. They have printed why.
     """
     make(Ranks, ranks, name="ranks")
-    with no_exit():
-        resolved = read_config(config, sections)
-        code = train_here(resolved) if ranks == 1 else train_by_launcher(resolved, ranks)
+    resolved = read_config(config, sections)
+    code = train_here(resolved) if ranks == 1 else train_by_launcher(resolved, ranks)
     if code == EXIT_STOPPED:
         raise KeyboardInterrupt
     if code:
@@ -115,12 +114,11 @@ def make_plan(
     """
     make(Planning, world_size, name="world_size")
     make(PerNode, gpus_per_node, name="gpus_per_node")
-    with no_exit():
-        resolved = read_config(config, sections)
-        plan = plans.plan_run(resolved, world_size, gpus_per_node)
-        text = "\n".join(plan_in_words(plan))
-        peak, seconds = plan.largest.peak, plan.seconds
-        return Planned(peak, plan.checkpoint, plan.microbatches, seconds, text)
+    resolved = read_config(config, sections)
+    plan = plans.plan_run(resolved, world_size, gpus_per_node)
+    text = "\n".join(plan_in_words(plan))
+    peak, seconds = plan.largest.peak, plan.seconds
+    return Planned(peak, plan.checkpoint, plan.microbatches, seconds, text)
 
 
 def load(folder: str | PurePath, device: str | torch.device | None = None) -> "LanguageModel":
@@ -138,9 +136,8 @@ def load(folder: str | PurePath, device: str | torch.device | None = None) -> "L
             imported. What the folder names is never imported.
         DamagedCheckpoint: where files of the checkpoint are damaged; a `UserError` too.
     """
-    path, device = place(as_path(folder, "folder"), "folder"), usable_device(device)
-    with no_exit():
-        model, tokenizer, config = load_model(path)
+    path, device = place(folder, "folder"), usable_device(device)
+    model, tokenizer, config = load_model(path)
     return LanguageModel(path, model.to(device).eval(), tokenizer, config)
 
 
@@ -254,13 +251,13 @@ class LanguageModel:
             UserError: for a task or a text that cannot be read, and if there is none.
         """
         names = make(list[str], [tasks] if isinstance(tasks, str) else tasks, name="tasks")
-        text = None if text is None else str(as_path(text, "text"))
+        text = None if text is None else os.fspath(text)
         if not names and text is None:
             raise UserError("name what to measure: tasks or text")
         make(Count | None, shots, name="shots")  # type: ignore[arg-type]
         make(Positive | None, limit, name="limit")  # type: ignore[arg-type]
         make(Positive, batch_size, name="batch_size")
-        with no_exit(), own_group():
+        with own_group():
             layout = connection.start(ParallelismConfig())
             asked = read_tasks(names, shots, limit)
             scorer = Scorer(*load_sharded_model(self.folder, layout, "float32"), batch_size)
@@ -283,7 +280,7 @@ def read_config(config: Config, sections: dict[str, Any]) -> ResolvedConfig:
             "config must be a TOML file, the name of one or of a preset, or a list of these, got "
             f"{config!r:.80}: settings are sections, such as training={{'steps': 100}}"
         )
-    files = [str(as_path(name, "config")) for name in names]
+    files = [os.fspath(name) for name in names]
     return validate([*read(files), ("in Python", sections)])
 
 

@@ -19,13 +19,13 @@ from torchmars.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_MISTAKE,
     EXIT_UNCONNECTED,
+    Ended,
     LoneMistake,
     LostRank,
     OutOfMemory,
     end_at_once,
     exit_on_user_error,
     leave_exit_code,
-    no_exit,
     report_crash,
     report_failure,
 )
@@ -52,14 +52,14 @@ def main() -> None:
 
     try:
         # One rank alone may leave: as a crash, so that the launcher ends the others.
-        with exit_on_user_error(quiet=process.rank() != 0), no_exit(RuntimeError):
+        with exit_on_user_error(quiet=process.rank() != 0):
             layout = connection.start(config.parallelism)
             if cluster := connection.check_ranks(config, layout):
                 layout.say(cluster)
             code = build_trainer(config, layout).run()
     # The other ranks may wait for this one in a collective of NCCL: leaving the process group would
     # wait for them in turn. So a failure is told, and then the process ends as it is.
-    except SystemExit as ended:
+    except Ended as ended:
         code = ended.code if isinstance(ended.code, int) else 1
         # Ctrl-C ended this rank alone: how the run ends is for its launcher to say.
         end_at_once(code if code == EXIT_INTERRUPTED else leave_exit_code(code))
@@ -69,7 +69,7 @@ def main() -> None:
     except torch.OutOfMemoryError as error:
         report_failure(out_of_memory(error))
         end_at_once(1)
-    except BaseException as error:  # DCP's own are no Exception
+    except BaseException as error:  # DCP's own are no Exception, nor is a plugin's sys.exit
         report_crash(error)
         end_at_once(1)
     code = leave_exit_code(code)

@@ -22,7 +22,7 @@ from tests.support.tasks import foxes, write_task
 from tests.support.tiny import metrics, tiny_tables, write_config, write_text
 from torchmars import api
 from torchmars.config.load import config_from_tables
-from torchmars.core import files as locks
+from torchmars.core import files
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +90,7 @@ def test_another_process_can_go_on_with_a_run_of_this_one(run, config):
     before = lock_threads()
     for _ in range(2):
         torchmars.run_training(config)
-        assert not locks.is_locked(run.folder / "lock")
+        assert not files.is_locked(run.folder / "lock")
         assert lock_threads() <= before
 
 

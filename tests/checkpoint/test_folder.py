@@ -19,7 +19,7 @@ from torchmars.checkpoint.folder import (
     step_of,
 )
 from torchmars.checkpoint.resume import read_verified
-from torchmars.core import files as locks
+from torchmars.core import files
 from torchmars.core.errors import UserError
 from torchmars.core.places import place
 from torchmars.storage.local import LOCAL, FileOwner, LocalStorage
@@ -116,7 +116,7 @@ def another_run(folder, run):
 @pytest.fixture
 def soon(monkeypatch):
     """Nobody waits long."""
-    monkeypatch.setattr(locks, "PATIENCE", 0.2)
+    monkeypatch.setattr(files, "PATIENCE", 0.2)
 
 
 NAMED = {

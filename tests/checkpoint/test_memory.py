@@ -25,7 +25,7 @@ from torchmars.checkpoint.memory.copies import MemoryCopies, choose_copy
 from torchmars.checkpoint.memory.shared_memory import MEMORY
 from torchmars.checkpoint.memory.slots import Key
 from torchmars.config import Degrees
-from torchmars.core import files as locks
+from torchmars.core import files
 from torchmars.core.errors import UserError
 from torchmars.parallel.layout import Layout
 
@@ -209,13 +209,13 @@ def test_what_a_launcher_that_crashed_has_left_is_deleted_and_nothing_else(tmp_p
 def test_a_lock_is_held_when_others_see_it(tmp_path, monkeypatch):
     """Two launchers start at once: neither takes the other's folder for one that was left."""
     monkeypatch.setattr(shared_memory, "PLACE", tmp_path)
-    take, seen = locks._take, []
+    take, seen = files._take, []
 
     def watched(descriptor):
         seen.append(list(tmp_path.glob(f"*/{shared_memory.LOCK}*")))
         return take(descriptor)
 
-    monkeypatch.setattr(locks, "_take", watched)
+    monkeypatch.setattr(files, "_take", watched)
     with shared_memory.shared_memory():
         assert seen == [[]]
         assert (shared_memory.memory_of_launcher() / shared_memory.LOCK).exists()

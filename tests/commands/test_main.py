@@ -139,23 +139,6 @@ def test_no_command_that_works_takes_all_defaults_in_silence(
     assert err == f"error: {said}\n"
 
 
-@pytest.mark.parametrize(
-    "args,message",
-    [
-        (["runs", "a" * 300], "FOLDER: aaa"),
-        (["plot", "runs", "a" * 300], "RUNS: aaa"),
-        (["runs", "--json", "a/" * 2500], "--json: a/a"),
-        (["prepare", "--source", "stdlib", "--path", "a/" * 300], "data.path: a/a"),
-    ],
-)
-def test_a_path_that_nothing_can_have_is_one_line(monkeypatch, capsys, tmp_path, args, message):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torchmars.commands.launch.prepare_run", lambda *args: None)
-    code, out, err = main(monkeypatch, capsys, *args)
-    assert (code, out, err.count("\n")) == (2, "", 1) and not any(tmp_path.iterdir())
-    assert err.startswith("error: ") and message in err
-
-
 @pytest.mark.parametrize("name", ["logs", "logs/launcher-here.log", "events.jsonl"])
 def test_a_launcher_writes_to_no_file_that_a_link_leads_to(monkeypatch, capsys, tmp_path, name):
     monkeypatch.setattr("torchmars.commands.launch.prepare_run", lambda *args: None)

@@ -12,7 +12,6 @@ from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.commands.compare import Compare, make_study
 from torchmars.comparison.local import ForkedTrial, LocalTrials, start_launcher, start_process
 from torchmars.comparison.trials import OUTPUT_FILE
-from torchmars.core import device
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.training.preparation import prepare_run
 
@@ -34,7 +33,6 @@ def test_cores_are_shared(study, monkeypatch):
 
 
 def test_gpus_are_shared(study, monkeypatch):
-    monkeypatch.setattr(device, "built_for", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     trials = LocalTrials(study, 2)
     assert trials.places == ["0,1", "2,3"] and trials.ranks == 2

@@ -159,8 +159,6 @@ def test_groups_of_the_optimizer(tmp_path):
     "args,message",
     [
         (["--data", "1"], "unknown option --data: did you mean --data.source?"),
-        (["--optimizer.head", "3"], r"optimizer.head is a table .*--help optimizer.head"),
-        (["--data.mixture", "a"], r"data.mixture is a table .*--help data.mixture"),
         (["--training-steps", "3"], "--training-steps: did you mean --training.steps?"),
         (["--training.stps", "3"], "key training.stps .* did you mean training.steps?"),
         (["--training.step", "3"], "key training.step .* did you mean training.steps?"),

@@ -6,8 +6,8 @@ et al., arXiv 2407.21783, table 3.
 
 import pytest
 
+from torchmars.commands.presets import read_presets
 from torchmars.config.load import load_config
-from torchmars.config.presets import read_presets
 from torchmars.core.errors import UserError
 from torchmars.models import build_meta_model
 from torchmars.parallel.checks import check_layout
@@ -83,7 +83,7 @@ def test_published_rules(name):
 
 def test_which_there_are():
     partly = {f"llama-{size}-adamw-fineweb-edu" for size in ("8b", "70b", "405b")}
-    assert {name: each.about.origin for name, each in PRESETS.items()} == {
+    assert {name: each.origin for name, each in PRESETS.items()} == {
         **dict.fromkeys(PUBLISHED, "published"),
         **dict.fromkeys(partly, "partly"),
     }
@@ -100,9 +100,7 @@ def test_runs_of_gpt2(name):
     layers, heads, width, min_lr, microbatch = SHAPES[size]
     assert (training.global_batch_size, training.seq_len, training.steps) == (480, 1024, 100_000)
     assert training.max_grad_norm == 1.0 and training.dtype == "bfloat16"
-    assert (
-        training.microbatches(8) == (microbatch, 60 // microbatch) and PRESETS[name].about.gpus == 8
-    )
+    assert training.microbatches(8) == (microbatch, 60 // microbatch) and PRESETS[name].gpus == 8
     assert (schedule.name, schedule.warmup_steps) == ("cosine", 2000)
     assert schedule.min_lr == min_lr
     assert config.data.source == SOURCES[data] and config.data.tokenizer == "gpt2"
@@ -125,7 +123,7 @@ def test_published_results():
         for size, accuracy in zip(("small", "xl"), accuracies)
     }
     assert {
-        name: each.about.result for name, each in PRESETS.items() if each.about.result
+        name: each.result for name, each in PRESETS.items() if each.result != "none published"
     } == expected
 
 
@@ -145,7 +143,7 @@ def test_llama_3():
         assert training.seq_len == 8192 and config.model.vocab_size == 128_256
         assert training.steps == steps and abs(steps * batch - tokens) < batch
     assert batch == 2**24
-    layout = config.parallelism.degrees(PRESETS["llama-405b-adamw-fineweb-edu"].about.gpus)
+    layout = config.parallelism.degrees(PRESETS["llama-405b-adamw-fineweb-edu"].gpus)
     assert (layout.tp, layout.pp, layout.dp_shard * layout.cp) == (8, 16, 64)
 
 
@@ -153,11 +151,11 @@ def test_llama_3():
 def test_every_preset_fits_its_ranks_and_says_where_it_is_from(name):
     preset, config = PRESETS[name], load_config([name], "test")
     model = build_meta_model(config.model, 50257, config.training.seq_len)
-    check_layout(config, config.parallelism.degrees(preset.about.gpus), model)
-    assert preset.about.source and preset.files
+    check_layout(config, config.parallelism.degrees(preset.gpus), model)
+    assert preset.source
     rule = f"-{config.optimizer.name}-"
     assert rule in name.replace("-exact", "") and ("mars" in name) == ("mars" in rule)
-    assert preset.about.layout.startswith("published") or preset.about.layout == "assumed"
+    assert preset.layout.startswith("published") or preset.layout == "assumed"
 
 
 def test_a_preset_is_merged_with_what_comes_after_it(tmp_path):

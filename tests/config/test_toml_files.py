@@ -33,7 +33,7 @@ def test_what_is_extended_comes_first(tmp_path, monkeypatch):
     [
         ('extends = "base.toml"', "extends must be a list, got 'base.toml'"),
         ("extends = [1]", r"extends must be a string, got 1 \(in mine.toml\)"),
-        (f"extends = 0x{'f' * 5000}", r"extends cannot be read .*\(in mine.toml\)"),
+        (f"extends = 0x{'f' * 5000}", r"extends cannot be read: .*\(in mine.toml\)"),
         ('extends = ["none.toml"]', "cannot read the config none.toml: No such file"),
         ('extends = ["mine.toml"]', r"mine.toml extends itself \(mine.toml -> mine.toml\)"),
     ],
@@ -71,12 +71,13 @@ def test_the_nearest_config_is_named(tmp_path, monkeypatch, wrong, near):
 
 def test_a_text_is_taken_for_what_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, remedy in (
-        ("my.txt", "did you mean --data.source text:my.txt?"),
-        ("no-such.toml", r"name a TOML file, or a preset \(torchmars presets\)"),
-    ):
-        with pytest.raises(UserError, match=f"config {name}: No such file or directory: {remedy}"):
-            load_config([name], "test")
+    (tmp_path / "my.txt").write_text("Call me Ishmael.")
+    own = "torchmars train quickstart.toml --data.source text:my.txt"
+    with pytest.raises(UserError, match=f"my.txt is a text: {own} trains on it"):
+        load_config(["my.txt"], "test")
+    remedy = r"name a TOML file, or a preset \(torchmars presets\)"
+    with pytest.raises(UserError, match=f"config no.toml: No such file or directory: {remedy}"):
+        load_config(["no.toml"], "test")
 
 
 def test_a_file_that_is_extended_often_is_read_once_and_counts_where_it_comes_last(

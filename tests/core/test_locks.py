@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchmars.cluster.process import ROUND
-from torchmars.core import files as locks
+from torchmars.core import files
 from torchmars.core.errors import UserError
 from torchmars.core.files import lock
 from torchmars.storage.local import FileOwner
@@ -94,7 +94,7 @@ def test_a_later_round_of_its_machines_takes_its_run_at_once(tmp_path, monkeypat
     """Also from a process that stands still, which has the lock of a file, and wakes up."""
     runs.send_signal(signal.SIGSTOP)
     monkeypatch.setenv(ROUND, "a:3")
-    monkeypatch.setattr(locks, "PATIENCE", 10**6)
+    monkeypatch.setattr(files, "PATIENCE", 10**6)
     taken = FileOwner(tmp_path / "lock", "training")
     said = capsys.readouterr().err
     assert said.startswith(f"warning: process {runs.pid} on ") and "is over" in said
@@ -121,7 +121,7 @@ except UserError as error:
 @pytest.mark.parametrize("own", ["a:2", "a:1", "b:3", "", "a:x", "a", ":3"])
 def test_no_other_process_takes_it(tmp_path, monkeypatch, runs, own):
     monkeypatch.setenv(ROUND, own)
-    monkeypatch.setattr(locks, "PATIENCE", 0.3)
+    monkeypatch.setattr(files, "PATIENCE", 0.3)
     with pytest.raises(
         UserError, match=f"stop it first .process {runs.pid} on .*or remove .*/lock"
     ):

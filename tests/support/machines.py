@@ -24,11 +24,11 @@ from pathlib import Path
 
 from torchmars.checkpoint.upkeep import Retention
 from torchmars.checkpoint.saver import Saver
-from torchmars.core import files as locks
+from torchmars.core import files
 from torchmars.records.lines import Journal
 from torchmars.train import main
 
-locks.PATIENCE = 10.0
+files.PATIENCE = 10.0
 os.environ["RDZV_TIMEOUT"] = "300"  # not for the machines
 place, number, marker = os.environ["STAND"].split(",")
 [owner] = [each for each in (Journal, Retention, Saver) if place in vars(each)]

@@ -35,8 +35,6 @@ context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint",
         "torch.utils.serialization.config",
-        "rich.console",
-        "rich.table",
         "torchmars.train",
         "torchmars.commands.launch",
         "torchmars.commands.train",

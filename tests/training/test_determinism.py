@@ -22,7 +22,7 @@ from torchmars import train
 from torchmars.checkpoint.folder import checkpoints
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
-from torchmars.core.device import MAKERS
+from torchmars.core.device import DETERMINISTIC
 from torchmars.core.errors import UserError
 from torchmars.training.build import apply_determinism
 
@@ -59,7 +59,7 @@ def settings():
         "reduced": products.allow_bf16_reduced_precision_reduction
         or products.allow_fp16_reduced_precision_reduction,
         "tf32": products.allow_tf32,
-        "variables": {name: os.environ.get(name) for name in MAKERS["cuda"].deterministic},
+        "variables": {name: os.environ.get(name) for name in DETERMINISTIC},
     }
 
 

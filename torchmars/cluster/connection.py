@@ -19,7 +19,7 @@ from torchmars.cluster.endpoint import interface_of
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.load import config_text
 from torchmars.core.console import labelled, unless_done_in
-from torchmars.core.device import MAKERS, backend_of, gpu_name, gpu_type, use
+from torchmars.core.device import INTERFACE, backend_of, gpu_name, gpu_type, use
 from torchmars.core.errors import (
     EXIT_UNCONNECTED,
     LostRank,
@@ -111,9 +111,8 @@ def keep_within_machine() -> None:
     A user who names an interface keeps it.
     """
     if loopback := interface_of("127.0.0.1"):
-        named = {"GLOO_SOCKET_IFNAME": loopback}
-        for maker in MAKERS.values():
-            named |= {name: value.format(loopback) for name, value in maker.interface.items()}
+        of_gpus, form = INTERFACE
+        named = {"GLOO_SOCKET_IFNAME": loopback, of_gpus: form.format(loopback)}
         OWN.update({name: value for name, value in named.items() if name not in os.environ})
         os.environ.update(OWN)
 

@@ -1,14 +1,13 @@
 """Compare optimizers fairly: each tuned on one grid, the best over several seeds."""
 
-import importlib.util
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tomli_w
-from annotated_types import Len
 
+from torchmars.begin import is_missing
 from torchmars.cluster.environment import keep_compiled_in
 from torchmars.comparison.contenders import find_baseline, find_contenders
 from torchmars.comparison.results import (
@@ -131,9 +130,8 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
 
 def check_options(options: TrialOptions, config: ResolvedConfig) -> None:
     """Raise `UserError` for a missing package, and for what trials of `config` cannot have."""
-    for package in ("scipy", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise missing_package(package, "a comparison", "compare")
+    if missing := next((each for each in ("scipy", "matplotlib") if is_missing(each)), None):
+        raise missing_package(missing, "a comparison", "compare")
     if not config.validation.interval:
         raise UserError(
             "validation.interval = 0: trials are compared by their validation loss, so set the "
@@ -155,7 +153,7 @@ def make_grid(options: TrialOptions) -> Grid:
     for name in TUNED:
         if (text := getattr(options, f"{name}_grid", None)) is not None:
             option = f"--{name.replace('_', '-')}-grid"
-            kind: Any = Annotated[list[float], Len(2, 2)] if name == "betas" else list[float]
+            kind: Any = tuple[float, float] if name == "betas" else list[float]
             given = [word.split(":") for word in words(text, option)]
             read = [make(kind, read_words(each, kind, option), name=option) for each in given]
             values: list[Value] = [each if name == "betas" else each[0] for each in read]

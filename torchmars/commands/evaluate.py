@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from torchmars.config import ParallelismConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
-from torchmars.core.check import Pattern
-from torchmars.core.cli import Positional, check_results_file, parse, words, write_results
+from torchmars.core.check import Place
+from torchmars.core.cli import Positional, parse, words, write_results
 from torchmars.core.errors import (
     LostRank,
     UserError,
@@ -39,7 +39,7 @@ class Evaluate(PluginOptions):
     tasks: str | None = None
     """Tasks of the package lm_eval, with commas between them: its names, such as hellaswag, or
     files *.yaml that describe tasks of your own. Such a file may name Python code, which runs."""
-    text: Annotated[str, Pattern()] | None = None
+    text: Annotated[str, Place(stores=True, pattern=True)] | None = None
     """Measure the loss on the text files that a path, a folder or a glob names."""
     step: Count | None = None
     """Of a run, take the checkpoint of this step."""
@@ -64,7 +64,6 @@ def main() -> None:
         if options.tasks is None and not options.text:
             raise UserError("name what to measure: --tasks or --text")
         tasks = [] if options.tasks is None else words(options.tasks, "--tasks")
-        check_results_file(options.json)
     from torchmars.cluster import connection, process
 
     try:

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
@@ -12,10 +12,6 @@ from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.words import counted
-from torchmars.storage.storage import MANIFEST
-
-if TYPE_CHECKING:
-    from torchmars.exchange.saved_model import SavedModel
 
 # Endings of files in other formats: a folder of such a name would be taken for one.
 OF_FILES = ".pt .pth .bin .ckpt .pkl .npz .h5 .onnx .gguf .safetensor .safetensors".split()
@@ -67,21 +63,7 @@ def main() -> None:
             if problem := export.tokenizer_problem(newest):
                 say(f"warning: {problem}")
             say(f'Python: transformers.AutoModelForCausalLM.from_pretrained("{target}")')
-            following = [["torchmars", "generate", str(target), "--prompt", "The"]]
-        else:
-            following = after_ours(target, newest)
-        if lines := next_commands(*following):
-            say(*lines)
-
-
-def after_ours(target: Path, model: "SavedModel") -> list[list[str]]:
-    """Return the command that trains a new run from bare weights, if its config is there."""
-    run, name = model.folder.parent.parent, f"{model.config.run.name}-next"
-    config = Path(run / "config.toml")
-    if not config.is_file():
-        return []
-    new = ["--run.name", name, "--checkpoint.init_from", str(target)]
-    return [["torchmars", "train", str(config), *new]]
+            say(*next_commands(["torchmars", "generate", str(target), "--prompt", "The"]))
 
 
 def check_target(target: Path) -> None:
@@ -90,11 +72,5 @@ def check_target(target: Path) -> None:
         raise UserError(f"{target}: name a folder, without {target.suffix}")
     if wrong := path_problem(target, "folder"):
         raise UserError(f"cannot write {target}: {wrong}: name a new folder")
-    for folder in target.resolve().parents:
-        if (folder / MANIFEST).exists() and (folder / ".metadata").exists():
-            raise UserError(
-                f"{target} would lie in the checkpoint {folder}, which takes foreign "
-                "files for damage: write it elsewhere"
-            )
     if target.exists():
         raise UserError(f"{target} exists: name another folder")

@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from torchmars.config.fields import Amount, Count, Positive
 from torchmars.config.plugins import PluginOptions
@@ -13,9 +13,6 @@ from torchmars.core.cli import Positional, parse
 from torchmars.core.console import say, write
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import read_text
-
-if TYPE_CHECKING:
-    from torchmars.models import Model
 
 SEPARATOR = "-" * 15
 
@@ -58,11 +55,12 @@ def main() -> None:
         options = parse(Generate, sys.argv[1:], "torchmars generate")
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
         prompts = [prompt for prompt in prompts for _ in range(options.samples)]
+        from torchmars.core.device import gpu_type
         from torchmars.evaluation import sampling
         from torchmars.exchange import saved_model
 
         model, tokenizer, _ = saved_model.load_model(options.folder, options.step)
-        move_onto_gpu(model, options.folder)
+        model.to(gpu_type() or "cpu")
         longest = max(len(sampling.encode(tokenizer, prompt)) for prompt in prompts)
         saved_model.check_length(model, longest + options.max_tokens)
         room = min(model.seq_len, longest + options.max_tokens)
@@ -81,21 +79,6 @@ def main() -> None:
                 write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
 
 
-def move_onto_gpu(model: "Model", folder: PurePath) -> None:
-    """Move the model of a folder onto the GPU where there is one. Raises `UserError`."""
-    import torch
-
-    from torchmars.core.device import gpu_type
-
-    try:
-        model.to(gpu_type() or "cpu")
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"the GPU has no room for the model in {folder}: name another one in "
-            "CUDA_VISIBLE_DEVICES, or set that to nothing to generate on the CPU"
-        ) from None
-
-
 def read_prompts(file: Path) -> list[str]:
     """Return the lines of a file. Raises `UserError` if there are none.
 
@@ -107,4 +90,4 @@ def read_prompts(file: Path) -> list[str]:
         raise UserError(f"--prompts: cannot read {file}: {error}") from None
     if not text:
         raise UserError(f"--prompts: {file} has no line")
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    return text.removesuffix("\n").replace("\r\n", "\n").split("\n")

@@ -1,15 +1,14 @@
 """Draw runs, or a comparison: pictures, or a page."""
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchmars.comparison.results import RESULTS_FILE, read_comparison
-from torchmars.core.cli import Positional, check_suffix, parse
+from torchmars.core.cli import Positional, parse
 from torchmars.core.console import say
-from torchmars.core.errors import UserError, exit_on_user_error, missing_package
+from torchmars.core.errors import UserError, exit_on_user_error, needs_package
 from torchmars.records.run import read_runs
 
 
@@ -39,9 +38,8 @@ def main() -> None:
     """Draw what the command line names."""
     with exit_on_user_error():
         options = parse(Plot, sys.argv[1:], "torchmars plot")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise missing_package("matplotlib", "torchmars plot", "plot")
-        from torchmars.reports import figures, page
+        with needs_package("matplotlib", "torchmars plot", "plot"):
+            from torchmars.reports import figures, page
 
         files = files_of(options)
         content: Any
@@ -81,5 +79,7 @@ def files_of(options: Plot) -> list[Path]:
         out = options.runs[0] if len(options.runs) == 1 else Path()
     if out.is_dir() or not (out.suffix or out.exists()):
         return [out / f"plot{suffix}" for suffix in suffixes]
-    check_suffix(out, suffixes, "a folder that exists")
+    if out.suffix.lower() not in suffixes:
+        ends = " or ".join(suffixes)
+        raise UserError(f"--out: {out} must end in {ends}, or be a folder that exists")
     return [out]

@@ -1,6 +1,6 @@
 """Check a config and train it on this machine's ranks.
 
-The variables of run_train.sh are checked first, then the config, both before torch is imported: a
+The config is checked first, then the variables of run_train.sh, both before torch is imported: a
 mistake is reported in less than a second. Then launch.py starts the ranks.
 """
 
@@ -9,10 +9,6 @@ import os
 import sys
 from dataclasses import dataclass
 
-from torchmars.cluster import process
-from torchmars.cluster.environment import check_copies, check_temporary_folder, read_environment
-from torchmars.cluster.scheduler import in_batch_job
-from torchmars.cluster.sizes import sizes_of
 from torchmars.config.load import load_command, require_config
 from torchmars.core import console
 from torchmars.core.errors import EXIT_STOPPED, Ended, UserError, exit_on_user_error
@@ -25,29 +21,32 @@ class Train:
     NGPU and the variables listed in run_train.sh set how many ranks and machines.
     """
 
-    prepare: bool = False
-    """Only make the preparations that need no ranks, once for all machines."""
-    prepared: bool = False
-    """Skip what --prepare has done."""
-    complete: bool = False
-    """Only tell whether the run is complete: exit code 0, or else 75."""
+    # Of run_train.sh, and not in the help.
+    prepare: bool = False  # only make the preparations that need no ranks, once for all machines
+    prepared: bool = False  # skip what --prepare has done
+    complete: bool = False  # only tell whether the run is complete: exit code 0, or else 75
     quiet: bool = False
     """Print only warnings and errors. The logs of the ranks have all."""
 
 
 def main() -> None:
     """Train the run of the config that the command line names; ends the process."""
-    process.follow_caller()
     with exit_on_user_error():
         if sys.argv[1:2] == [""]:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
-        check_temporary_folder()
         options, config, rest = load_command(Train, sys.argv[1:], "torchmars train")
-        environment = read_environment(os.environ)
-        by_script = options.prepare or options.prepared or options.complete
-        if not (by_script and in_batch_job(os.environ)):  # run_train.sh counts a job's machines
-            check_copies(os.environ, environment.NNODES)
         require_config(rest)
+        # Not at the top: help needs nothing of processes.
+        from torchmars.cluster import environment, process, scheduler, sizes
+
+        process.follow_caller()
+        variables = environment.read_environment(os.environ)
+        environment.check_temporary_folder()
+        by_script = options.prepare or options.prepared or options.complete
+        if not (
+            by_script and scheduler.in_batch_job(os.environ)
+        ):  # run_train.sh counts a job's machines
+            environment.check_copies(os.environ, variables.NNODES)
         if options.complete:
             from torchmars.records.overview import is_complete  # it brings numpy
 
@@ -57,6 +56,6 @@ def main() -> None:
         from torchmars.commands import launch
 
         if options.prepare:
-            ranks = environment.NGPU or process.local_gpus() or 2
-            return launch.prepare(config, sizes_of(config, environment.NNODES, ranks))
-        launch.start_ranks(environment, config, ["-m", "torchmars.train"], rest, options.prepared)
+            ranks = variables.NGPU or process.local_gpus() or 2
+            return launch.prepare(config, sizes.sizes_of(config, variables.NNODES, ranks))
+        launch.start_ranks(variables, config, ["-m", "torchmars.train"], rest, options.prepared)

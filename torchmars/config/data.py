@@ -6,19 +6,18 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from annotated_types import Interval
-
 from torchmars.config.fields import Amount, Mark, Positive, require
 from torchmars.config.source import parse_source
-from torchmars.core.check import Local, Name, Pattern, Place
+from torchmars.core.check import Interval, Name, Place
 from torchmars.core.errors import UserError
+from torchmars.core.places import place
 
 Packing = Literal["stream", "best_fit"]
 
 
 @dataclass(frozen=True)
 class PartConfig:
-    """One corpus of a mixture."""
+    """[[data.mixture]], in TOML only: one corpus of a mixture."""
 
     source: str
     """As data.source."""
@@ -26,9 +25,11 @@ class PartConfig:
     """Its share of the samples, relative to the other parts."""
     name: Annotated[str, Name("part")] | None = None
     """Its name in metrics. Default: the source."""
-    files: list[Annotated[str, Pattern()]] = field(default_factory=list)
+    files: list[Annotated[str, Place(stores=True, pattern=True)]] = field(default_factory=list)
     """As data.files."""
-    validation_files: list[Annotated[str, Pattern()]] = field(default_factory=list)
+    validation_files: list[Annotated[str, Place(stores=True, pattern=True)]] = field(
+        default_factory=list
+    )
     """As data.validation_files."""
     path: Annotated[str, Place()] | None = None
     """Folder of its shards. Default: in data.path, NAME-TOKENIZER, and a hash as in data.path."""
@@ -48,12 +49,14 @@ class DataConfig:
     jsonl:GLOB[:FIELD], parquet:GLOB[:FIELD]: files. hf:DATASET[:CONFIG[:SPLIT[:FIELD]]]: a data
     set of Hugging Face. openwebtext, fineweb-edu[:CONFIG]: names of two of these. nanogpt:FOLDER,
     llmc:FOLDER, megatron:PREFIX: tokens that another program has made."""
-    files: list[Annotated[str, Pattern()]] = field(default_factory=list)
+    files: list[Annotated[str, Place(stores=True, pattern=True)]] = field(default_factory=list)
     """For text, jsonl and parquet: files, folders and globs beside the source's own glob. A line
     `<|endoftext|>` of a text file ends a document."""
-    validation_files: list[Annotated[str, Pattern()]] = field(default_factory=list)
+    validation_files: list[Annotated[str, Place(stores=True, pattern=True)]] = field(
+        default_factory=list
+    )
     """For nanogpt, llmc, megatron: files of validation tokens beside those whose names say val."""
-    tokenizer: Annotated[str, Local(), Mark.IDENTITY] = "bytes"
+    tokenizer: Annotated[str, Place(), Mark.IDENTITY] = "bytes"
     """bytes (256 values and an end-of-text token), gpt2 or another encoding of tiktoken, or the
     path of a Hugging Face tokenizer.json."""
     begin_token: Annotated[str, Mark.IDENTITY] = "none"
@@ -140,6 +143,8 @@ def check_source(corpus: PartConfig | DataConfig, where: str = "") -> None:
         not source.of_tokens or bool(source.glob),
         f'{where}data.source = "{text}" names no files: write {source.kind}:PATH',
     )
+    if named := source.glob or source.dataset:
+        place(named, f"{where}data.source", stores=source.of_files, pattern=True)
     require(
         not source.of_files or bool(files or source.glob) or corpus.path is not None,
         f"{where}data.files is empty: name the files, folders or globs that data.source = "

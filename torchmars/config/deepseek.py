@@ -7,10 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Interval
-
 from torchmars.config.fields import Mark
 from torchmars.config.model_args import DecoderArgs, Sizes
+from torchmars.core.check import Interval
 from torchmars.core.errors import UserError
 
 

@@ -4,8 +4,7 @@ import enum
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from annotated_types import Interval
-
+from torchmars.core.check import Interval
 from torchmars.core.errors import UserError
 
 # Upper bounds are beyond all that is meant, and below what overflows. NaN is above each of them.

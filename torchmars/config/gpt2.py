@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Interval
-
 from torchmars.config.fields import Mark
 from torchmars.config.model_args import ModelArgs, Sizes
+from torchmars.core.check import Interval
 from torchmars.core.errors import UserError
 
 

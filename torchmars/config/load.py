@@ -11,22 +11,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar
 
 import tomli
 import tomli_w
 
-from torchmars.config.model import OWN, ModelConfig
+from torchmars.config.model import OWN, ModelConfig, family_settings
 from torchmars.config.optimizer import OptimizerConfig
 from torchmars.config.plugins import load_plugins, not_loaded
-from torchmars.config.sections import HF, Config, Modules, ResolvedConfig, sections_of
-from torchmars.config.source import parse_source
+from torchmars.config.sections import HF, Config, ResolvedConfig, sections_of
 from torchmars.core import cli
-from torchmars.core.check import make, nearest, question, table_in
+from torchmars.core.check import make, meant, nearest
 from torchmars.core.cli import COMMAND_LINE, settings_in
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem, read_text
-from torchmars.core.places import local_place, place
+from torchmars.core.places import local_place
 from torchmars.optim.rules import RULES
 
 T = TypeVar("T")
@@ -38,7 +37,6 @@ SHIPPED = Path(__file__).parents[1] / "train_configs"
 EXTENDS = "extends"  # the key of the files that a file builds on
 # The keys of [data] that name a corpus, in one way or the other.
 SINGLE, MIXTURE = {"source", "files"}, {"mixture"}
-ARRAYS = ("optimizer.groups", "data.mixture")  # of tables, in TOML only
 # Of a preset what is not a setting, but said of it.
 ABOUT = "about"
 DESCRIPTION = (
@@ -79,28 +77,16 @@ def load_sources(
     kind: type[T], args: list[str], prog: str
 ) -> tuple[T, list[NamedTables], list[str]]:
     """Return a command's own options, its tables, and the arguments that are not its own."""
-    args = [full_name(arg) for arg in args]
-    named, asked = cli.help_asked(args)
-    if named is not None:
-        sections = sections_of()
-        with contextlib.suppress(UserError):
-            _, others = cli.taken(asked, kind)
-            sections = sections_for(others, read(files_in(others)))
-        cli.print_help_if_asked(
-            args, f"{prog} [CONFIG.toml ...]", kind, sections=sections, more=DESCRIPTION
-        )
-    mine, rest = cli.taken(args, kind)
+    mine, rest = cli.taken([*map(full_name, args)], kind)
     files = files_in(rest)
     sources = read(files)
     sections = sections_for(rest, sources)
-    settings = settings_in(sections)
-    for option, _ in cli.grouped(rest):
-        name = option.partition("=")[0].removeprefix("--").replace("-", "_")
-        if "." in name and name not in settings:
-            raise unknown_setting(name, COMMAND_LINE, sections)
-    words = cli.words_in([*mine, *rest[len(files) :]], [kind], sections)
-    sources.append((COMMAND_LINE, overlay(words, settings)))
-    return cli.build(kind, words), sources, rest
+    named = (each.removeprefix("--").replace("-", "_") for each, _ in cli.grouped(rest))
+    check_names([each for each in named if "." in each], lambda _: COMMAND_LINE, sections)
+    given = [*mine, *rest[len(files) :]]
+    options, found = cli.parse_all(kind, given, f"{prog} [CONFIG.toml ...]", sections, DESCRIPTION)
+    sources.append((COMMAND_LINE, overlay(found)))
+    return options, sources, rest
 
 
 def full_name(arg: str) -> str:
@@ -173,13 +159,19 @@ def read_toml(path: Path) -> Tables:
 
     Raises `UserError` if it is missing or no TOML.
     """
+    if path.suffix == ".txt":
+        own = f"torchmars train quickstart.toml --data.source text:{path}"
+        raise UserError(f"{path} is a text: {own} trains on it")
     try:
         return tomli.loads(read_text(path))
     except OSError as error:
         near = nearest_config(path) if isinstance(error, FileNotFoundError) else ""
         raise UserError(
             f"cannot read the config {path}: {error.strerror}: "
-            + (question(near) or "name a TOML file, or a preset (torchmars presets)")
+            + (
+                (near and f"did you mean {near}?")
+                or "name a TOML file, or a preset (torchmars presets)"
+            )
         ) from None
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or nested too deeply
         raise UserError(f"{path} is not valid TOML: {error}") from None
@@ -188,10 +180,8 @@ def read_toml(path: Path) -> Tables:
 def nearest_config(path: Path) -> str:
     """Return what `path` was meant to be; "" if nothing is like it.
 
-    It is one of our files, or one beside `path`, or a text to train on.
+    It is one of our files, or one beside `path`.
     """
-    if path.suffix == ".txt":
-        return f"--data.source text:{path}"
     ours = [each.relative_to(SHIPPED) for each in sorted(SHIPPED.rglob("*.toml"))]
     beside = [*path.parent.glob("*.toml")] if os.path.isdir(path.parent) else []
     known = {each.stem: each.stem if "presets" in each.parts else str(each) for each in ours[::-1]}
@@ -255,7 +245,7 @@ def load_named_plugins(sources: Sequence[NamedTables]) -> None:
     named = [(source, tables["run"]) for source, tables in sources if has(tables, "run.plugins")]
     for source, run in named[-1:]:
         plugins = run.get("plugins") if isinstance(run, dict) else run
-        load_plugins(make(Modules, plugins, source, "run.plugins"))
+        load_plugins(make(list[str], plugins, source, "run.plugins"))
 
 
 def sections_for(args: Sequence[str], sources: Sequence[NamedTables]) -> dict[str, type]:
@@ -263,16 +253,13 @@ def sections_for(args: Sequence[str], sources: Sequence[NamedTables]) -> dict[st
 
     Its files name them, and its options `--plugins`, `--model.name` and `--optimizer.name`.
     """
-    tables: Tables = {}
+    found: dict[str, Any] = {}
     for option, words in cli.grouped(args):
-        name, equals, value = option.partition("=")
-        words = [value] if equals else words
-        if name == "--run.plugins" and words:
-            plugins = [each for word in words for each in word.split(",")]
-            tables["run"] = {"plugins": plugins}
-        elif name in ("--model.name", "--optimizer.name") and words:
-            tables[name[2:-5]] = {"name": words[0]}
-    named = [*sources, (COMMAND_LINE, tables)]
+        if option == "--run.plugins" and words:
+            found["run.plugins"] = words
+        elif option in ("--model.name", "--optimizer.name") and words:
+            found[option[2:]] = words[0]
+    named = [*sources, (COMMAND_LINE, overlay(found))]
     load_named_plugins(named)
     with located(named):
         return chosen_sections(merge(named))
@@ -288,18 +275,17 @@ def chosen_sections(tables: Tables) -> dict[str, type]:
     return sections_of(*chosen)
 
 
-def overlay(words: dict[str, list[str]], settings: dict[str, cli.Option]) -> Tables:
-    """Return the settings of a command line as nested tables. Raises `UserError`."""
+def overlay(settings: Mapping[str, Any]) -> Tables:
+    """Return settings of a command line, by dotted names, as tables within tables."""
     tables: Tables = {}
-    for name in words.keys() & settings.keys():
+    for name, value in settings.items():
         *above, key = name.split(".")
-        given = words[name]
         table = tables
         for section in above:
             table = table.setdefault(section, {})
-        if name == "run.plugins":
-            given = [each for word in given for each in word.split(",")]
-        table[key] = cli.value_of(settings[name], given)
+        if name == "run.plugins":  # --plugins A,B
+            value = [each for word in value for each in word.split(",")]
+        table[key] = value
     return tables
 
 
@@ -319,7 +305,7 @@ def config_from_sources(sources: Sequence[NamedTables]) -> ResolvedConfig:
     tables, where = merge(sources), partial(source_of, sources)
     with located(sources):
         sections = chosen_sections(tables)
-        check_names(tables, sections, where, sections)
+        check_names(flattened(tables), where, sections)
         made = {
             name: make(kind, tables[name], where, name) if name in tables else kind()
             for name, kind in sections.items()
@@ -353,48 +339,26 @@ def has(tables: Tables, key: str) -> bool:
 
 
 def check_names(
-    tables: Tables,
-    kinds: Mapping[str, Any],
-    where: Callable[[str], str],
-    sections: Mapping[str, type],
-    above: str = "",
+    names: Iterable[str], where: Callable[[str], str], sections: Mapping[str, type]
 ) -> None:
-    """Raise `UserError` for a key that no section has.
-
-    `kinds` are the types of what may lie in the tables, whose dotted names begin with `above`.
-    """
-    for key, value in tables.items():
-        name = f"{above}{key}"
-        if key not in kinds:
-            raise unknown_setting(name, where(name), sections, isinstance(value, dict))
-        inner = table_in(kinds[key])
-        for table in value if isinstance(value, list) else [value]:
-            if inner is not None and isinstance(table, dict):
-                check_names(table, get_type_hints(inner), where, sections, f"{name}.")
-
-
-def unknown_setting(
-    name: str, source: str, sections: Mapping[str, type], is_table: bool = False
-) -> UserError:
-    """Return the error of a setting or a table that there is not, with what was meant."""
-    section, dot, _ = name.partition(".")
-    if section not in sections and (dot or is_table):
-        remedy = question(nearest(section, sections)) or f"it may be one of {', '.join(sections)}"
-        return UserError(f"unknown section {section} ({source}): {remedy}")
-    above, _, key = name.rpartition(".")
-    known = [*settings_in(sections), *dict(cli.sections_in(sections))]
-    if name in (*known, *ARRAYS):
-        return UserError(f"{name} is a table ({source}): --help {name} says what is in it")
+    """Raise `UserError` for the first of dotted `names` that there is not, with what was meant."""
+    tables = dict(cli.tables_in(sections, arrays=True))
+    known = [*settings_in(sections), *tables]
+    given = name = next((each for each in names if each not in known), "")
+    if not name:
+        return
+    while (above := name.rpartition(".")[0]) and above not in tables:
+        name = above  # the outermost that there is not
+    source, key = where(name), name.removeprefix(f"{above}.")
     rules: list[Any] = [each.config for each in RULES.values()]
-    kinds: dict[str, list[Any]] = {"optimizer": rules, "model": [*OWN.values()]}
-    if any(key in each.__dataclass_fields__ for each in kinds.get(above, [])):
+    of_others = {"optimizer": rules, "model": [*map(family_settings, OWN)]}.get(above, [])
+    if any(key in each.__dataclass_fields__ for each in of_others):
         named = vars(sections[above])["__dataclass_fields__"]["name"].default
-        return UserError(
-            f'{name} has no meaning for {above}.name = "{named}": remove it ({source})'
-        )
+        raise UserError(f'{name} has no meaning for {above}.name = "{named}": remove it ({source})')
     inside = [each for each in known if each.rpartition(".")[0] == above]
-    remedy = question(nearest(name, [*inside, *known])) or f"it may be one of {', '.join(inside)}"
-    return UserError(f"unknown key {name} ({source}): {remedy}")
+    kind = "key" if "." in name or name == given else "section"
+    remedy = meant(name, [*inside, *known]) or f"it may be one of {', '.join(inside)}"
+    raise UserError(f"unknown {kind} {name} ({source}): {remedy}")
 
 
 def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
@@ -423,13 +387,6 @@ def without_none(value: Any) -> Any:
 
 def check_places(config: ResolvedConfig) -> None:
     """Raise `UserError` if a folder or file of the config is something else."""
-    for corpus in config.data.corpora():
-        parts = parse_source(corpus.source)
-        if parts.of_files or parts.of_tokens or parts.dataset:  # not a plugin's own
-            named = parts.glob or parts.dataset
-            place(named, "data.source", stores=parts.of_files, pattern=True)
-        for pattern in corpus.files:
-            place(pattern, "data.files", pattern=True)
     run, source = config.run, (config.checkpoint.init_from or "").removeprefix(HF)
     source_kind: Literal["file", "folder"] = "file" if source.endswith(".safetensors") else "folder"
     places: list[tuple[str, str, Literal["file", "folder"]]] = [

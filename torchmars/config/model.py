@@ -10,14 +10,9 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from annotated_types import Interval
-
-from torchmars.config.deepseek import DeepseekArgs
 from torchmars.config.fields import Mark, remade, require
-from torchmars.config.gpt2 import GPT2Args
-from torchmars.config.llama import LlamaArgs
 from torchmars.config.model_args import ModelArgs, family_fields
-from torchmars.core.check import KeyOf
+from torchmars.core.check import Interval, KeyOf
 from torchmars.core.errors import UserError
 
 A = TypeVar("A", bound=ModelArgs)
@@ -28,11 +23,11 @@ MODELS: dict[str, Any] = {
     "llama": "torchmars.models.llama.Llama",
     "deepseek": "torchmars.models.deepseek.Deepseek",
 }
-# What these classes have as `settings`.
-OWN: dict[str, type[ModelArgs]] = {
-    "gpt2": GPT2Args,
-    "llama": LlamaArgs,
-    "deepseek": DeepseekArgs,
+# What these classes have as `settings`, of which a run needs one.
+OWN = {
+    "gpt2": "torchmars.config.gpt2.GPT2Args",
+    "llama": "torchmars.config.llama.LlamaArgs",
+    "deepseek": "torchmars.config.deepseek.DeepseekArgs",
 }
 VOCABULARY_MULTIPLE = 64  # rows of the token table: matrix units like whole tiles
 NOT_SHAPE = ("size", "depth", "decay")
@@ -182,9 +177,7 @@ def family_settings(name: str) -> type[ModelArgs]:
         KeyOf(MODELS).check(name)
     except ValueError as error:
         raise UserError(f"model.name {error}") from None
-    if name in OWN:
-        return OWN[name]
-    found: Any = getattr(model_class(name), "settings", None)
+    found: Any = imported(OWN[name]) if name in OWN else getattr(MODELS[name], "settings", None)
     good = isinstance(found, type) and issubclass(found, ModelArgs) and getattr(found, "sizes", {})
     require(
         bool(good),
@@ -198,7 +191,10 @@ def family_settings(name: str) -> type[ModelArgs]:
 def model_class(name: str) -> Any:
     """Return the class of the models called `name`."""
     found = MODELS[name]
-    if not isinstance(found, str):
-        return found
-    module, _, kind = found.rpartition(".")
+    return imported(found) if isinstance(found, str) else found
+
+
+def imported(name: str) -> Any:
+    """Return what a module of ours has, by its dotted name."""
+    module, _, kind = name.rpartition(".")
     return getattr(importlib.import_module(module), kind)

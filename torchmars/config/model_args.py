@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
 
-from annotated_types import Interval
-
 from torchmars.config.fields import Mark
+from torchmars.core.check import Interval
 from torchmars.core.errors import UserError
 
 Sizes = Mapping[str, Mapping[str, Any]]

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Interval
-
 from torchmars.config.fields import Amount, Clip, Mark, Positive, remade, require
-from torchmars.core.check import KeyOf
+from torchmars.core.check import Interval, KeyOf
 from torchmars.core.errors import UserError
 from torchmars.optim.rules import RULES
 from torchmars.optim.settings import Method
@@ -23,7 +21,7 @@ Beta = Annotated[float, Interval(ge=0, lt=1)]
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """Settings of one group of parameters. What it does not set it takes from [optimizer]."""
+    """Settings of matrix, router, embedding, head or vector parameters, if not [optimizer]'s."""
 
     rule: Rule | None = None
     """Update rule."""
@@ -52,7 +50,7 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class PatternConfig(GroupConfig):
-    """A group of the parameters whose name matches a pattern."""
+    """[[optimizer.groups]], in TOML only: parameters whose name matches a pattern."""
 
     pattern: str = ""
     """Pattern of parameter names, as a shell's: "blocks.*.attn.qkv.weight"."""

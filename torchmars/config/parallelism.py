@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from annotated_types import Interval
-
 from torchmars.config.fields import Positive, require
+from torchmars.core.check import Interval
 from torchmars.core.words import counted, divisor_of
 
 PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B"]

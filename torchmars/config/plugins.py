@@ -65,9 +65,7 @@ def not_loaded(tables: dict[str, Any]) -> list[str]:
     The tables may be anybody's, and the names are shown to be typed: none if one is no name.
     """
     run = tables.get("run")
-    named = run.get("plugins", []) if isinstance(run, dict) else []
-    good = isinstance(named, list) and all(
-        isinstance(each, str) and all(part.isidentifier() for part in each.split("."))
-        for each in named
-    )
-    return [each for each in named if each not in sys.modules] if good else []
+    named = run.get("plugins") if isinstance(run, dict) else []
+    texts = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+    good = all(each.replace(".", "").isidentifier() for each in texts)
+    return [each for each in texts if each not in sys.modules] if good else []

@@ -12,15 +12,13 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
-from annotated_types import Interval
-
 from torchmars.config.data import DataConfig, ResolvedData
 from torchmars.config.fields import Amount, Count, Mark, MoreThan0, Positive, require
 from torchmars.config.model import ModelConfig, TransferConfig, model_section, transfer_section
 from torchmars.config.optimizer import OptimizerConfig, optimizer_section
 from torchmars.config.parallelism import ParallelismConfig
 from torchmars.config.training import TrainingConfig
-from torchmars.core.check import Local, ModuleName, Name, Place
+from torchmars.core.check import Interval, Name, Place
 from torchmars.core.errors import UserError
 from torchmars.core.files import PARTIAL
 from torchmars.core.places import place
@@ -31,19 +29,18 @@ FILES = ("lock", "events.jsonl", "output.log", f"*{PARTIAL}", "logs/*")
 FOLDERS = ("logs", "hang", "profile", "tokenizer")
 # Settings that the ranks of a run derive where its config leaves them "auto" or unset.
 OF_RANKS = {"training.dtype", "training.compile", "optimizer.matrix_dtype"}
-Modules = list[Annotated[str, ModuleName()]]
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """The name of the run, and its folder."""
 
-    name: Annotated[str, Local(), Name("folder")] = "run"
+    name: Annotated[str, Name("folder")] = "run"
     """Name of the run. Its folder is FOLDER/NAME. A run found there is continued. Default with a
     config: the name of its first file, without .toml."""
     folder: Annotated[str, Place()] = "runs"
     """Folder that holds all runs."""
-    plugins: Modules = field(default_factory=list)
+    plugins: list[str] = field(default_factory=list)
     """Python modules of yours that register models, rules, kinds of data or trackers:
     docs/extending.md. Also --plugins A,B."""
     seed: Annotated[int, Interval(ge=0, le=2**63 - 1), Mark.IDENTITY] = 0
@@ -235,7 +232,7 @@ class ValidationConfig:
 class EvaluationConfig:
     """Tasks that the model is asked while it trains, as torchmars evaluate asks them."""
 
-    tasks: list[Annotated[str, Local()]] = field(default_factory=list)
+    tasks: list[Annotated[str, Place()]] = field(default_factory=list)
     """Tasks of the package lm_eval, by its names, or files *.yaml that describe tasks of your own.
     Such a file may name Python code, which runs."""
     interval: Count = 1000

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Interval
-
 from torchmars.config.fields import Amount, Clip, Mark, Part, Positive, require
+from torchmars.core.check import Interval
 from torchmars.core.words import counted, divisor_of
 
 

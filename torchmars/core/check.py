@@ -16,10 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
-from annotated_types import Interval
-
 from torchmars.core.errors import UserError
-from torchmars.core.files import name_problem
 from torchmars.core.places import place_problem
 
 if TYPE_CHECKING:
@@ -30,9 +27,7 @@ T = TypeVar("T")
 Where = Callable[[str], str] | str  # where values are from; a function of a setting's name
 
 UNIONS = (typing.Union, types.UnionType)
-MUST = "must be "
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-LIKENESS = 0.65  # of a misspelt name, from 0 to 1; below it a hint misleads
 # What pydantic calls types and bounds, and what users of TOML call them.
 IN_WORDS = {
     "Input should be": "must be",
@@ -50,17 +45,38 @@ IN_WORDS = {
 }
 
 
-class Bounds:
-    """Bounds that a field declares beside its type, where `Interval` cannot say them."""
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """Bounds of a number. The package annotated_types has it too, and makes --help much later."""
 
-    def check(self, value: Any) -> Any:
-        """Return `value`. If it is out of bounds, raises `ValueError` with the bounds."""
-        raise NotImplementedError
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: "GetCoreSchemaHandler"
     ) -> "CoreSchema":
-        """Return pydantic's check of the type with this check after it."""
+        given = {name: bound for name, bound in vars(self).items() if bound is not None}
+        return cast(Any, {**handler(source), **given})
+
+
+def Range(low: float, high: float, open_low: bool = False) -> Interval:  # noqa: N802
+    """Return bounds of a number: from `low`, included unless `open_low`, to `high`."""
+    return Interval(gt=low, le=high) if open_low else Interval(ge=low, le=high)
+
+
+class Bounds:
+    """Bounds that a field declares beside its type: `check` raises `ValueError` with them.
+
+    As pydantic's `AfterValidator`, which takes as long to import as all of our settings.
+    """
+
+    check: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: "GetCoreSchemaHandler"
+    ) -> "CoreSchema":
         after: Any = {"type": "no-info", "function": self.check}
         return {"type": "function-after", "function": after, "schema": handler(source)}
 
@@ -72,7 +88,6 @@ class Name(Bounds):
     kind: str
 
     def check(self, value: str) -> str:
-        """Return such a name. Raises `ValueError` for another text."""
         wrong = value in ("", ".", "..") or "/" in value or CONTROL.search(value)
         if wrong or len(value.encode()) > 200:
             raise ValueError(f"must be one {self.kind} name of at most 200 bytes, got {value!r}")
@@ -86,68 +101,28 @@ class KeyOf(Bounds):
     table: Mapping[str, Any]
 
     def check(self, value: str) -> str:
-        """Return such a key. Raises `ValueError` for another text."""
         if value not in self.table:
             raise ValueError(
                 f"must be one of {', '.join(self.table)}, or a plugin's (--plugins), got {value!r}"
-                + question(nearest(value, self.table), ": ")
+                + meant(value, self.table, before=": ")
             )
         return value
 
 
 @dataclasses.dataclass(frozen=True)
-class ModuleName(Bounds):
-    """Bounds of a text that names a Python module."""
-
-    def check(self, value: str) -> str:
-        """Return such a name. Raises `ValueError` for another text."""
-        if not all(part.isidentifier() for part in value.split(".")) or value.endswith(".py"):
-            raise ValueError(f"must be a module as Python names it, without .py, got {value!r}")
-        return value
-
-
-@dataclasses.dataclass(frozen=True)
-class Pattern(Bounds):
-    """Bounds of a text that names files, also several: `matches` in data/corpus.py reads it."""
-
-    def check(self, value: str) -> str:
-        """Return such a text. Raises `ValueError` for another one."""
-        wrong = not value or CONTROL.search(value) or len(value.encode()) > 3000
-        if wrong or os.path.realpath(value) == "/":
-            raise ValueError(
-                f"must be the path of a file or folder, not empty and not /, got {value!r}"
-            )
-        return value
-
-
-@dataclasses.dataclass(frozen=True)
-class Place(Pattern):
-    """Bounds of a text that is the path of a file or folder, with `stores` also of a store's."""
+class Place(Bounds):
+    """Bounds of the path of a file or folder, with `stores` also of a store's: `place_problem`."""
 
     stores: bool = False
+    pattern: bool = False
 
     def check(self, value: str) -> str:
-        """Return such a path. Raises `ValueError` for another text."""
-        if wrong := place_problem(value, self.stores):
+        wrong = place_problem(value, self.stores, self.pattern)
+        if not wrong and (CONTROL.search(value) or os.path.realpath(value or "/") == "/"):
+            wrong = f"must be the path of a file or folder, not empty and not /, got {value!r}"
+        if wrong:
             raise ValueError(wrong)
-        return super().check(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Local(Bounds):
-    """Bounds of a text that is a name of ours, or a local file's, as it is or as NAME=FILE."""
-
-    def check(self, value: str) -> str:
-        """Return such a text. Raises `ValueError` for another one."""
-        for text in (value, value.partition("=")[2]):
-            if wrong := place_problem(text, stores=False):
-                raise ValueError(wrong)
         return value
-
-
-def Range(low: float, high: float, open_low: bool = False) -> Interval:  # noqa: N802
-    """Return bounds of a number: from `low`, included unless `open_low`, to `high`."""
-    return Interval(gt=low, le=high) if open_low else Interval(ge=low, le=high)
 
 
 def make(kind: type[T], value: Any, where: Where = "", name: str = "") -> T:
@@ -179,44 +154,39 @@ def explained(error: Exception, value: Any, where: Where, name: str) -> UserErro
     Elements of lists are called as the list is. Of a value that may be of several types the errors
     under each are one.
     """
-    if not hasattr(error, "errors"):  # not pydantic's: nested too deeply, or of too many digits
-        source = where if isinstance(where, str) else where(name)
-        if isinstance(value, dict) and not name:
-            name = " or ".join(each for each in value if isinstance(value[each], int))
-        return UserError(f"{name or 'a value'} cannot be read ({source or error})")
-    errors: list[Any] = error.errors(include_url=False)
-    first = next((each for each in errors if each["type"].startswith("unexpected")), errors[0])
-    keys, got, inside = [name] if name else [], value, 0
-    of_key = 2 if first["loc"][-1:] == ("[key]",) else 0  # of a table with names of the user's
-    for step in first["loc"][: len(first["loc"]) - of_key]:
-        if isinstance(got, dict) and step in got:
-            keys.append(str(step))
-        elif not (isinstance(got, list) and isinstance(step, int) and step < len(got)):
-            if isinstance(got, dict) and first["type"] == "missing":
-                keys.append(str(step))
+    # Not pydantic's where a value is nested too deeply, or a number has too many digits.
+    errors: list[Any] = getattr(error, "errors", lambda **_: [])(include_url=False)
+    unread: dict[str, Any] = {"type": "", "msg": f"cannot be read: {error}", "loc": ()}
+    first = errors[0] if errors else unread
+    first = next((each for each in errors if each["type"].startswith("unexpected")), first)
+    kind, keys, got, inside = first["type"], [name] if name else [], value, 0
+    of_key = -2 if first["loc"][-1:] == ("[key]",) else None  # of a table with names of the user's
+    for step in first["loc"][:of_key]:
+        of_list = isinstance(got, list) and isinstance(step, int) and step < len(got)
+        if not of_list and not (isinstance(got, dict) and step in got):
             break  # what follows is of pydantic: a type, or what is not there
+        keys += [] if of_list else [str(step)]
         got, inside = got[step], inside + 1
-    setting = ".".join(keys)
+    absent = kind == "missing" and not isinstance(got, list)
+    setting = ".".join([*keys, *(map(str, first["loc"][inside:]) if absent else [])])
     source = where if isinstance(where, str) else where(setting)
-    from_there = f" ({source})" if source else ""
-    if first["type"].startswith("unexpected"):
-        return UserError(f"unknown key {setting}{from_there}")
-    if first["type"] == "value_error":
-        return UserError(f"{setting} {first['ctx']['error']}{from_there}".strip())
-    if first["type"] == "missing" and not isinstance(got, list):
-        return UserError(f"{setting} is missing{from_there}")
-    if first["type"] in ("missing", "too_long"):
-        wanted = first.get("ctx", {}).get("max_length") or 1 + max(
-            each["loc"][-1] for each in errors if isinstance(each["loc"][-1], int)
-        )
-        return UserError(f"{setting} must be {wanted} values, got {got!r}{from_there}")
-    # Under each type of a union there is one, whose place ends with a name of the type.
-    alike = [each for each in errors if each["loc"][:inside] == first["loc"][:inside]]
-    texts = [plain_words(each["msg"]) for each in (alike if first["loc"][inside:] else [first])]
-    problem = " or ".join(
-        dict.fromkeys([texts[0], *(each.removeprefix(MUST) for each in texts[1:])])
-    )
-    return UserError(f"{setting} {problem}, got {got!r:.200}{from_there}".strip())
+    if kind.startswith("unexpected"):
+        said = f"unknown key {setting}"
+    elif kind == "value_error":
+        said = f"{setting} {first['ctx']['error']}"
+    elif absent or not errors:
+        said = f"{setting or 'a value'} {'is missing' if absent else first['msg']}"
+    elif kind in ("missing", "too_long"):  # of a tuple
+        most = max((each["loc"][-1] for each in errors if each["type"] == "missing"), default=0)
+        wanted = first.get("ctx", {}).get("max_length") or 1 + most
+        said = f"{setting} must be {wanted} values, got {got!r}"
+    else:
+        # Under each type of a union there is one, whose place ends with a name of the type.
+        alike = [each for each in errors if each["loc"][:inside] == first["loc"][:inside]]
+        texts = [plain_words(each["msg"]) for each in (alike if first["loc"][inside:] else [first])]
+        others = (each.removeprefix("must be ") for each in texts[1:])
+        said = f"{setting} {' or '.join(dict.fromkeys([texts[0], *others]))}, got {got!r:.200}"
+    return UserError(f"{said} ({source})" if source else said)
 
 
 def plain_words(text: str) -> str:
@@ -227,24 +197,23 @@ def plain_words(text: str) -> str:
     return re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", text)
 
 
-def nearest(name: str, known: Iterable[str], likeness: float = LIKENESS) -> str:
+def nearest(name: str, known: Iterable[str], likeness: float = 0.65) -> str:
     """Return the name among those `known` that `name` was meant to be; "" if none is like it.
 
     Of dotted names it is the first with the same last part, in any section, else the likest of the
-    same section.
+    same section. Below a `likeness` from 0 to 1 a hint would mislead.
     """
-    bare, name = {plainly(each): each for each in reversed([*known])}, plainly(name)
+    plain = {plainly(each): each for each in reversed([*known])}
+    name = plainly(name)
     section, _, key = name.rpartition(".")
-    last = {each.rpartition(".")[2]: full for each, full in bare.items()}
-    if key in last and name not in bare:
+    last = {each.rpartition(".")[2]: full for each, full in plain.items()}
+    if key in last and name not in plain:
         return last[key]
-    inside = {each: bare[each] for each in bare if section and each.rpartition(".")[0] == section}
-    if inside:
-        bare, name = {each.rpartition(".")[2]: full for each, full in inside.items()}, key
-    begun = [each for each in bare if len(name) > 2 and each.startswith(name)]
-    if len(begun) == 1:
-        return bare[begun[0]]
-    return next((bare[each] for each in difflib.get_close_matches(name, bare, 1, likeness)), "")
+    if inside := {each for each in plain if section and each.rpartition(".")[0] == section}:
+        plain, name = {each.rpartition(".")[2]: plain[each] for each in inside}, key
+    begun = [each for each in plain if len(name) > 2 and each.startswith(name)]
+    found = begun if len(begun) == 1 else difflib.get_close_matches(name, plain, 1, likeness)
+    return plain[found[0]] if found else ""
 
 
 def plainly(name: str) -> str:
@@ -252,21 +221,21 @@ def plainly(name: str) -> str:
     return name.replace("-", "_").strip("_").lower()
 
 
-def question(near: str, before: str = "") -> str:
-    """Return the question whether `near` was meant, after `before`; "" if there is nothing near."""
-    return f"{before}did you mean {near}?" if near else ""
-
-
-def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
+def meant(name: str, known: Iterable[str], otherwise: str = "", before: str = "") -> str:
     """Return the question whether another name was meant, if one is like it, then `otherwise`."""
     near = nearest(name, known)
-    return f"did you mean {near}? {otherwise[:1].upper()}{otherwise[1:]}" if near else otherwise
+    more = f" {otherwise[:1].upper()}{otherwise[1:]}" if otherwise else ""
+    return f"{before}did you mean {near}?{more}" if near else otherwise
+
+
+def unmarked(hint: Any) -> Any:
+    """Return a type without its bounds and marks."""
+    return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
 def bare_type(hint: Any) -> Any:
     """Return the `X` of the types `X | None` and `X`, without bounds and marks."""
-    if typing.get_origin(hint) is Annotated:
-        hint = hint.__origin__
+    hint = unmarked(hint)
     if typing.get_origin(hint) in UNIONS:
         kinds = [each for each in typing.get_args(hint) if each is not type(None)]
         return bare_type(kinds[0]) if len(kinds) == 1 else hint
@@ -305,8 +274,10 @@ def read_words(words: list[str], hint: Any, name: str, where: str = "") -> Any:
     `none` stands for no value, where the type has that. Lists are read word by word, and commas
     part their numbers. Raises `UserError`.
     """
-    kind, types_of = bare_type(hint), typing.get_args(unmarked(hint))
-    if [each.lower() for each in words] == ["none"] and type(None) in types_of:
+    kind = bare_type(hint)
+    if [each.lower() for each in words] == ["none"] and type(None) in typing.get_args(
+        unmarked(hint)
+    ):
         return None
     if typing.get_origin(kind) in (list, tuple):
         element = typing.get_args(kind)[0]
@@ -318,28 +289,18 @@ def read_words(words: list[str], hint: Any, name: str, where: str = "") -> Any:
     return read_word(words[0], hint, name, where)
 
 
-def unmarked(hint: Any) -> Any:
-    """Return a type without its bounds and marks."""
-    return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
-
-
 def read_word(word: str, hint: Any, name: str, where: str) -> Any:
     """Return the value of a word by pydantic: a switch is `true` or `false`, 1e3 a whole number.
 
     Raises `UserError`.
     """
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{name} must be Unicode text, got {word!r}") from None
     kind = bare_type(hint)
     kinds = typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,)
     if bool in kinds:
         if word.lower() in ("true", "false"):
             return word.lower() == "true"
         if len(kinds) == 1:
-            from_there = f" ({where})" if where else ""
-            raise UserError(f"{name} must be true or false, got {word!r}{from_there}")
+            return make(kind, word, where, name)  # pydantic would take yes, and 1
         hint = next(each for each in kinds if each is not bool)
     if int in kinds and re.fullmatch(r"[+-]?[\d.]+e\+?\d{1,2}", word, re.IGNORECASE):
         word = str(int(float(word))) if float(word).is_integer() else word
@@ -371,13 +332,3 @@ def parse_json(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     return value
-
-
-def as_path(value: Any, name: str) -> pathlib.Path:
-    """Return a path that Python code gives. Raises `UserError` if it is not a path."""
-    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if not isinstance(path, str):
-        raise UserError(f"{name} must be a path, got {value!r:.80}")
-    if wrong := name_problem(path) if path else "it is empty":
-        raise UserError(f"{name}: {path!r:.80} cannot be a path ({wrong})")
-    return pathlib.Path(path)

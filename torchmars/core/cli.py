@@ -12,7 +12,7 @@ import json
 import shlex
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar
@@ -20,18 +20,17 @@ from typing import Annotated, Any, TypeVar
 from torchmars.core.check import (
     bare_type,
     form_of,
-    make,
+    meant,
     nearest,
-    question,
     read_words,
     table_in,
 )
 from torchmars.core.errors import Ended, UserError, file_errors
-from torchmars.core.files import name_problem, path_problem, write_durably
+from torchmars.core.files import write_durably
 from torchmars.core.places import place
 
 T = TypeVar("T")
-HELP = {"-h", "--help"}
+Sections = Mapping[str, type]  # of settings, by name
 WIDEST = 98  # columns of a title or a description of a section, beside its indent
 LONGEST_VALUE = 50  # columns of an option's value; a longer list of choices is part of the text
 VALUE = "\0"  # before a word that begins with -, so that argparse takes it for a value
@@ -90,6 +89,21 @@ class Option:
             return " ".join(map(str, value))
         return repr(value) if isinstance(value, str) and not value.strip() else str(value)
 
+    def value(self, words: list[str]) -> Any:
+        """Return the value of its words. Raises `UserError`.
+
+        A `Path` is local, a `PurePath` may also be in a store.
+        """
+        many = typing.get_origin(self.kind) is list
+        if len(words) > 1 and not many and typing.get_origin(self.kind) is not tuple:
+            raise UserError(f"cannot read the argument {words[1]!r}: see --help")
+        kind = typing.get_args(self.kind)[0] if many else self.kind
+        if kind not in (Path, PurePath) or words in ([], ["none"]):
+            name, where = (self.name, COMMAND_LINE) if self.setting else (self.spelled, "")
+            return read_words(words, self.hint, name, where)
+        paths = [place(word, self.spelled, kind is PurePath) for word in words]
+        return paths if many else paths[0]
+
 
 def options_of(kind: type, section: str = "") -> list[Option]:
     """Return the fields of a dataclass, which may be a section of settings."""
@@ -101,103 +115,74 @@ def options_of(kind: type, section: str = "") -> list[Option]:
     ]
 
 
-def sections_in(sections: Mapping[str, type]) -> Iterator[tuple[str, type]]:
-    """Yield the name and the type of each section, and of those within it after it."""
+def tables_in(sections: Sections, arrays: bool = False) -> Iterator[tuple[str, type]]:
+    """Yield the name and the type of each section, and of the tables within it after it.
+
+    Also those of `arrays`, which are in TOML files alone.
+    """
     for name, kind in sections.items():
         yield name, kind
-        inner: dict[str, Any] = {each.name: each.kind for each in options_of(kind, name)}
-        yield from sections_in({n: inner[n] for n in inner if dataclasses.is_dataclass(inner[n])})
+        for each in options_of(kind, name):
+            if (inner := table_in(each.hint)) and (arrays or inner is each.kind):
+                yield from tables_in({each.name: inner}, arrays)
 
 
-def settings_in(sections: Mapping[str, type]) -> dict[str, Option]:
-    """Return the settings of sections by dotted names, without arrays of tables."""
-    return {
-        each.name: each
-        for name, kind in sections_in(sections)
-        for each in plain_options(kind, name)
+def settings_in(sections: Sections) -> dict[str, Option]:
+    """Return the settings of sections by dotted names, without tables."""
+    found = (each for name, kind in tables_in(sections) for each in options_of(kind, name))
+    return {each.name: each for each in found if table_in(each.hint) is None}
+
+
+def parse(kind: type[T], args: Sequence[str], prog: str) -> T:
+    """Return the dataclass `kind` with the fields that a command line gives.
+
+    A `Positional` field is given by its place, the others as `--name value`, `--name=value`, or
+    `--name` for a bool. `--help` prints the help and exits. Raises `UserError`.
+    """
+    return parse_all(kind, args, prog, {})[0]
+
+
+def parse_all(
+    kind: type[T], args: Sequence[str], prog: str, sections: Sections, about: str = ""
+) -> tuple[T, dict[str, Any]]:
+    """Return what `parse` does, and the settings of `sections` that a command line gives.
+
+    `--help` has `about` too. After it the name of a section, of a setting, or "all" asks for more.
+    """
+    own, settings = {each.name: each for each in options_of(kind)}, settings_in(sections)
+    words = words_in(args, own | settings, sections)
+    if "--help" in words:
+        print_help(kind, prog, sections, "".join(words["--help"]), about)
+        raise Ended(0)
+    for each in own.values():
+        if each.required and each.name not in words:
+            known = [word for one in own.values() if one.positional for word in example(one, words)]
+            remedy = f"write {prog} {shlex.join(known)}" if each.positional else form_of(each.hint)
+            raise UserError(f"{each.spelled} is missing: {remedy}")
+    options = own | settings
+    values = {
+        name: given if isinstance(given, bool) else options[name].value(given)
+        for name, given in words.items()
     }
+    mine = {name: values.pop(name) for name in own.keys() & values}
+    return kind(**mine), values
 
 
-def plain_options(kind: type, section: str) -> list[Option]:
-    """Return the settings of a section but for those that are tables."""
-    return [each for each in options_of(kind, section) if table_in(each.hint) is None]
+def words_in(
+    args: Sequence[str], options: Mapping[str, Option], sections: Sections
+) -> dict[str, Any]:
+    """Return the words of each option that a command line gives, by its name; True for a flag.
 
-
-def parser_of(
-    own: Sequence[type], sections: Mapping[str, type], *, texts: bool = False, **more: Any
-) -> argparse.ArgumentParser:
-    """Return a parser of a command's own options and of settings, each with its words.
-
-    With `texts` it can print their help. `more` are arguments of argparse.
+    Raises `UserError` for what is none of them.
     """
     parser = argparse.ArgumentParser(
         add_help=False,
         allow_abbrev=False,  # else --training.step is taken for --training.steps
         argument_default=argparse.SUPPRESS,
         exit_on_error=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        **more,
     )
-    for kind in own:
-        add_options(parser, options_of(kind), documentation(kind) if texts else {})
-    if texts and own:
-        parser.add_argument("-h", "--help", action="store_true", help="Print this and exit.")
-    for name, others, kind in once(sections) if texts else ():
-        also = ", ".join(f"[{each}]" for each in others)
-        title = textwrap.fill(f"[{name}]{also and f', and as well {also}'}", WIDEST)
-        group = parser.add_argument_group(title, section_text(kind))
-        add_options(group, plain_options(kind, name), documentation(kind))
-    if not texts:
-        add_options(parser, [*settings_in(sections).values()], {})
-    return parser
-
-
-def once(sections: Mapping[str, type]) -> Iterator[tuple[str, list[str], type]]:
-    """Yield the first of all sections that have one type, the names of the others, and the type.
-
-    The roles of the optimizer have one.
-    """
-    found = [*sections_in(sections)]
-    for name, kind in found:
-        first, *others = [each for each, its in found if its is kind]
-        if name == first:
-            yield name, others, kind
-
-
-def add_options(
-    group: "argparse._ActionsContainer", options: list[Option], texts: Mapping[str, str]
-) -> None:
-    """Add options to a parser, each with its text."""
-    for each in options:
-        text, value = texts.get(each.name.rpartition(".")[2], ""), form_of(each.hint)
-        if len(value) > LONGEST_VALUE:
-            text, value = f"One of {value.strip('{}').replace(',', ', ')}. {text}", "TEXT"
-        flag = each.kind is bool and not each.setting
-        if "Default: " not in text and not flag and (default := each.shown_default()):
-            text = f"{text} Default: {default}."
-        shown: dict[str, Any] = {"help": text.replace("%", "%%")}
-        many = {list: "*", tuple: "+"}.get(typing.get_origin(each.kind))
-        if each.positional:
-            usage = each.spelled if each.required else f"[{each.spelled}]"
-            group.add_argument(each.name, nargs=many or "?", metavar=usage, **shown)
-        elif flag:
-            group.add_argument(each.spelled, action="store_true", **shown)
-        else:
-            value = value.split()[0] if many else value
-            switch = {"nargs": "?", "const": "true"} if each.kind is bool else {"nargs": many}
-            group.add_argument(each.spelled, dest=each.name, metavar=value, **switch, **shown)
-
-
-def words_in(
-    args: Sequence[str], own: Sequence[type], sections: Mapping[str, type]
-) -> dict[str, Any]:
-    """Return the words of each option and setting that a command line gives, by its name.
-
-    Raises `UserError` for what is none of them.
-    """
-    parser = parser_of(own, sections)
-    options = {each.name: each for kind in own for each in options_of(kind)}
-    options |= settings_in(sections)
+    add_options(parser, options.values(), {})
+    parser.add_argument("--help", dest="--help", nargs="?", const="")
     try:
         found, left = parser.parse_known_intermixed_args([*map(prepared, args)])
     except argparse.ArgumentError as error:
@@ -205,17 +190,52 @@ def words_in(
         named = spelled.get(error.argument_name or "")
         wanted = f"{named.spelled} needs a value: {form_of(named.hint)}" if named else str(error)
         raise UserError(wanted) from None
-    for arg in left:
-        word = arg.removeprefix(VALUE)
+    for word in left:
         if not word.startswith("--"):
-            raise UserError(f"cannot read the argument {word!r}: see --help")
-        raise unknown_option(word.partition("=")[0], own, sections)
+            raise UserError(f"cannot read the argument {word.removeprefix(VALUE)!r}: see --help")
+        raise unknown_option(word.partition("=")[0], options, sections)
     words: dict[str, Any] = {}
     for name, given in vars(found).items():
         many = given if isinstance(given, list) else [] if given is None else [given]
-        if many or not options[name].positional:
-            words[name] = given if given is True else [each.removeprefix(VALUE) for each in many]
+        if given is True:
+            words[name] = given
+        elif many or not options[name].positional:
+            words[name] = [each.removeprefix(VALUE) for each in many]
     return words
+
+
+def prepared(arg: str) -> str:
+    """Return an argument as the parser wants it: - is _ in settings, and - in options."""
+    name, equals, value = arg.partition("=")
+    if arg == "-h":
+        return "--help"
+    if not name.startswith("--"):
+        return VALUE + arg if arg.startswith("-") else arg
+    old, new = ("-", "_") if "." in name else ("_", "-")
+    return f"--{name[2:].replace(old, new)}{equals}{value}"
+
+
+def unknown_option(name: str, options: Mapping[str, Option], sections: Sections) -> UserError:
+    """Return the error of an option that there is not, with the one that was meant."""
+    if name in ("--gpus", "--ngpu", "--nproc-per-node"):
+        return UserError(f"unknown option {name}: NGPU=2 torchmars train ... says how many")
+    known = [each.spelled[2:] for each in options.values() if not each.positional]
+    near = nearest(name[2:], known)
+    if name[2:] in sections:
+        near = next(each for each in known if each.startswith(f"{name[2:]}."))
+    remedy = f"did you mean --{near}?" if near else "see --help"
+    return UserError(f"unknown option {name}: {remedy}")
+
+
+def example(option: Option, words: Mapping[str, list[str]]) -> list[str]:
+    """Return the words of an option given by its place, or one: of a run the only one here."""
+    if option.name in words:
+        return words[option.name]
+    if option.name in ("run", "runs", "folder", "model"):
+        found = [file.parent for file in Path("runs").glob("*/config.toml")]
+        return [str(found[0]) if len(found) == 1 else "runs/NAME"]
+    form = form_of(option.hint)
+    return [form.strip("{}").partition(",")[0] if form.startswith("{") else option.spelled]
 
 
 def taken(args: Sequence[str], kind: type) -> tuple[list[str], list[str]]:
@@ -238,178 +258,86 @@ def grouped(args: Sequence[str]) -> list[tuple[str, list[str]]]:
     found: list[tuple[str, list[str]]] = []
     for arg in args:
         if arg.startswith("--"):
-            found.append((arg, []))
+            name, equals, value = arg.partition("=")
+            found.append((name, [value] if equals else []))
         elif found:
             found[-1][1].append(arg)
     return found
 
 
-def prepared(arg: str) -> str:
-    """Return an argument as the parser wants it: - is _ in settings, and - in options."""
-    name, equals, value = arg.partition("=")
-    if not name.startswith("--"):
-        return VALUE + arg if arg.startswith("-") else arg
-    old, new = ("-", "_") if "." in name else ("_", "-")
-    return f"--{name[2:].replace(old, new)}{equals}{value}"
-
-
-def unknown_option(name: str, own: Sequence[type], sections: Mapping[str, type]) -> UserError:
-    """Return the error of an option that there is not, with the one that was meant."""
-    known = [each.spelled[2:] for kind in own for each in options_of(kind) if not each.positional]
-    settings = settings_in(sections)
-    if name in ("--gpus", "--ngpu", "--nproc-per-node"):
-        return UserError(f"unknown option {name}: NGPU=2 torchmars train ... says how many")
-    near = nearest(name[2:], [*known, *settings])
-    if name[2:] in sections:
-        near = next(each for each in settings if each.startswith(f"{name[2:]}."))
-    return UserError(f"unknown option {name}: {question('--' * bool(near) + near) or 'see --help'}")
-
-
-def parse(kind: type[T], args: list[str], prog: str) -> T:
-    """Return the dataclass `kind` with the fields that a command line gives.
-
-    A `Positional` field is given by its place, the others as `--name value`, `--name=value`, or
-    `--name` for a bool. `--help` prints the help and exits. Raises `UserError`.
-    """
-    print_help_if_asked(args, prog, kind)
-    given = words_in(args, [kind], {})
-    places = [each for each in options_of(kind) if each.positional]
-    missing = next((each for each in places if each.required and each.name not in given), None)
-    if missing is not None:
-        write = [word for each in places for word in given.get(each.name, [example_of(each)])]
-        raise UserError(f"{missing.spelled} is missing: write {prog} {shlex.join(write)}")
-    return build(kind, given)
-
-
-def example_of(option: Option) -> str:
-    """Return a word for an option given by its place: of a run the only one that is here."""
-    if option.name not in ("run", "runs", "folder", "model"):
-        return option.spelled
-    found = [file.parent for file in Path("runs").glob("*/config.toml")]
-    return str(found[0]) if len(found) == 1 else "runs/NAME"
-
-
-def build(kind: type[T], given: Mapping[str, Any]) -> T:
-    """Return a `kind` of the words `given`, by field. Raises `UserError`."""
-    values: dict[str, Any] = {}
-    for each in options_of(kind):
-        if each.name not in given:
-            if each.required:
-                raise UserError(f"{each.spelled} is missing: {form_of(each.hint)}, see --help")
-            continue
-        words = given[each.name]
-        values[each.name] = words if words is True else value_of(each, words)
-    return kind(**values)
-
-
-def value_of(option: Option, words: list[str]) -> Any:
-    """Return the value of an option's words. Raises `UserError`.
-
-    A `Path` is local, a `PurePath` may also be in a store.
-    """
-    kind = option.kind
-    if len(words) > 1 and typing.get_origin(kind) not in (list, tuple):
-        raise UserError(f"cannot read the argument {words[1]!r}: see --help")
-    many = typing.get_origin(kind) is list
-    kind = typing.get_args(kind)[0] if many else kind
-    if kind not in (Path, PurePath) or words in ([], ["none"]):
-        where = COMMAND_LINE if option.setting else ""
-        name = option.name if option.setting else option.spelled
-        return read_words(words, option.hint, name, where)
-    paths = [path_of(text, option.spelled, kind is PurePath) for text in words]
-    return paths if many else paths[0]
-
-
-def path_of(text: str, name: str, stores: bool) -> PurePath:
-    """Return the path that a word of the command line is. Raises `UserError`."""
-    path = place(text, name, stores)
-    make(str, text.encode(errors="replace").decode(), name=name)
-    if wrong := name_problem(path):
-        raise UserError(f"{name}: {path} cannot be a path ({wrong}): choose another one")
-    return path
-
-
-def print_help_if_asked(
-    args: list[str],
-    prog: str,
-    *own: type,
-    sections: Mapping[str, type] | None = None,
-    more: str = "",
+def add_options(
+    group: "argparse._ActionsContainer", options: Iterable[Option], texts: Mapping[str, str]
 ) -> None:
-    """Where `args` ask for help, print it and exit with 0.
+    """Add options to a parser, each with its text; one without any is not shown."""
+    for each in options:
+        text, value = texts.get(each.name.rpartition(".")[2], ""), form_of(each.hint)
+        if len(value) > LONGEST_VALUE:
+            text, value = f"One of {value.strip('{}').replace(',', ', ')}. {text}", "TEXT"
+        flag = each.kind is bool and not each.setting
+        if text and "Default: " not in text and not flag and (default := each.shown_default()):
+            text = f"{text} Default: {default}."
+        shown: dict[str, Any] = {"help": text.replace("%", "%%") or argparse.SUPPRESS}
+        many = {list: "*", tuple: "+"}.get(typing.get_origin(each.kind))
+        if each.positional:
+            usage = each.spelled if each.required else f"[{each.spelled}]"
+            group.add_argument(each.name, nargs=many or "?", metavar=usage, **shown)
+        elif flag:
+            group.add_argument(each.spelled, dest=each.name, action="store_true", **shown)
+        else:
+            value = value.split()[0] if many else value
+            switch = {"nargs": "?", "const": "true"} if each.kind is bool else {"nargs": many}
+            group.add_argument(each.spelled, dest=each.name, metavar=value, **switch, **shown)
 
-    It has the docstring of the first of the dataclasses, `more` after it, and all their fields.
-    The sections of settings have a line each, and after `--help` the name of one, of a setting, or
-    "all" asks for more. Raises `UserError` for a section that is not there.
+
+def print_help(kind: type, prog: str, sections: Sections, named: str, about: str) -> None:
+    """Print the help of a command with the options `kind`, or of what is `named` in `sections`.
+
+    Raises `UserError` if there is nothing of that name.
     """
-    named, _ = help_asked(args)
-    if named is None:
-        return
-    sections = sections or {}
-    if named not in ("", "all"):
-        print_sections(named, sections)
-        raise Ended(0)
-    places = [each for kind in own for each in options_of(kind) if each.positional]
+    places = [each for each in options_of(kind) if each.positional]
     usage = [prog, *(each.spelled if each.required else f"[{each.spelled}]" for each in places)]
     usage += ["[OPTION ...]", *(["[SETTING ...]"] if sections else [])]
-    about = [inspect.getdoc(own[0]) or ""] if own else []
-    parser_of(
-        own,
-        sections if named else {},
-        texts=True,
-        usage=" ".join(usage).replace("%", "%%"),
-        description="\n\n".join([*about, textwrap.fill(more, 80)]).strip(),
-    ).print_help()
+    whole = named in ("", "all")
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        usage=" ".join(usage) if whole else argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if whole:
+        parser.description = f"{inspect.getdoc(kind)}\n\n{textwrap.fill(about, 80)}".strip()
+        add_options(parser, options_of(kind), documentation(kind))
+        parser.add_argument("-h", "--help", action="store_true", help="Print this and exit.")
+    if named:
+        add_sections(parser, sections, "" if whole else named)
+    parser.print_help()
     if sections and not named:
         print("\nsections of settings (--help SECTION prints one, --help all prints all):")
-        for name, others, kind in once(sections):
-            also = "".join(f"{each.rpartition('.')[2]}, " for each in others)
-            text = f"Also {also[:-2]}: {section_text(kind)}" if others else section_text(kind)
-            print(f"  {f'[{name}]':<24}{textwrap.shorten(text, 74, placeholder=' ...')}")
-    raise Ended(0)
+        names: dict[type, str] = {}  # the roles of the optimizer have one type
+        for name, its in tables_in(sections):
+            if names.setdefault(its, name) == name:
+                text = textwrap.shorten(section_text(its), 74, placeholder=" ...")
+                print(f"  {f'[{name}]':<24}{text}")
 
 
-def help_asked(args: list[str]) -> tuple[str | None, list[str]]:
-    """Return the word after `--help`, "" without one, and the other arguments.
+def add_sections(parser: argparse.ArgumentParser, sections: Sections, named: str) -> None:
+    """Add a group for each table of settings, of those whose names begin with what is `named`.
 
-    None if `args` do not ask for help.
+    The roles of the optimizer have one type, and one group. Raises `UserError` if none does.
     """
-    place = next((place for place, arg in enumerate(args) if arg in HELP), None)
-    if place is None:
-        return None, args
-    after = args[place + 1 :]
-    count = 1 if after and not after[0].startswith("-") else 0
-    rest = [arg for arg in [*args[:place], *after[count:]] if arg not in HELP]
-    return "".join(after[:count]), rest
-
-
-def print_sections(named: str, sections: Mapping[str, type]) -> None:
-    """Print the settings of the section `named` and of those within it, or the one so called.
-
-    Raises `UserError` if there is none.
-    """
-    known, settings = dict(sections_in(sections)), settings_in(sections)
-    if named in known:
-        parser_of((), {named: known[named]}, texts=True, usage=argparse.SUPPRESS).print_help()
-        return
-    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
-    section = named.rpartition(".")[0]
-    owner = known.get(section)
-    fields = {each.name: each for each in options_of(owner, section)} if owner else {}
-    if owner is None or named not in fields:
-        near = question(nearest(named, [*settings, *known]))
-        listed = f"hey are {', '.join(known)}"
-        raise UserError(
-            f"--help {named}: there is no such section: " + (f"{near} T" if near else "t") + listed
-        )
-    if (array := table_in(fields[named].hint)) is None:
-        group = parser.add_argument_group(f"[{section}]", section_text(owner))
-        add_options(group, [fields[named]], documentation(owner))
-    else:
-        title = f"[[{named}]], tables of a TOML file, not of the command line"
-        group = parser.add_argument_group(title)
-        add_options(group, options_of(array, named), documentation(array))
-    parser.print_help()
+    groups = dict[type, argparse._ArgumentGroup]()
+    for name, kind in tables_in(sections, arrays=bool(named)):
+        options = [
+            each
+            for each in options_of(kind, name)
+            if table_in(each.hint) is None and f"{each.name}.".startswith(f"{named}." * bool(named))
+        ]
+        if options and kind not in groups:
+            groups[kind] = parser.add_argument_group(f"[{name}]", section_text(kind))
+            add_options(groups[kind], options, documentation(kind))
+    if not groups:
+        listed = f"they are {', '.join(dict(tables_in(sections)))}"
+        remedy = meant(named, [*settings_in(sections), *dict(tables_in(sections))], listed)
+        raise UserError(f"--help {named}: there is no such section: {remedy}")
 
 
 def section_text(kind: type) -> str:
@@ -450,27 +378,6 @@ def words(text: str, option: str) -> list[str]:
             f"{option}: there is nothing between two commas, or nothing at all: {text!r}"
         )
     return found
-
-
-def check_suffix(out: Path, suffixes: tuple[str, ...], else_be: str = "") -> None:
-    """Raise `UserError` if the file of `--out` does not end in one of `suffixes`.
-
-    `else_be` is another possible meaning, if there is one.
-    """
-    if out.suffix.lower() not in suffixes:
-        also = else_be and f", or be {else_be}"
-        raise UserError(f"--out: {out} must end in {' or '.join(suffixes)}{also}")
-
-
-def check_results_file(file: Path | None) -> None:
-    """Raise `UserError` if the file of `--json` cannot be written, before the work begins."""
-    if file is None:
-        return
-    wrong = path_problem(file, "file")
-    if not file.absolute().parent.is_dir():
-        wrong = "its folder does not exist"
-    if wrong:
-        raise UserError(f"--json: cannot write {file}: {wrong}")
 
 
 def write_results(file: Path, found: dict[str, Any]) -> None:

@@ -13,9 +13,8 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 # Characters that steer a terminal instead of being shown: control characters except the end of a
 # line and tabs, the separators of lines and paragraphs, those that change a text's direction, and
@@ -24,9 +23,6 @@ STEERING = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
     r"|\r(?!\n)"
 )
-
-
-T = TypeVar("T")
 PATIENCE = 3.0  # seconds of silence
 LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
 logger = logging.getLogger(__name__)
@@ -51,11 +47,6 @@ def say(*lines: str, error: bool = False) -> None:
     text = "\n".join(lines)
     if is_shown(text):
         write(harmless(text) + "\n", sys.stderr if error else sys.stdout)
-
-
-def say_if_long(text: str) -> AbstractContextManager[None]:
-    """Print a line on stderr while the body still runs after `PATIENCE` seconds."""
-    return unless_done_in(PATIENCE, lambda: say(text, error=True))
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
@@ -126,26 +117,6 @@ def unless_done_in(seconds: float, work: Callable[[], object]) -> Iterator[None]
         late.cancel()
 
 
-def done_in(seconds: float | None, work: Callable[[], T]) -> T:
-    """Return the result of `work`, or raise what it raises.
-
-    Raises `TimeoutError` where it takes longer than some seconds, unless they are None. Of the time
-    for which this process stands still a second counts. The thread of `work` is then left alone,
-    and does not keep the process from ending.
-    """
-    if seconds is None:
-        return work()
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    while seconds > 0 and not wait([result], min(seconds, 1.0)).done:
-        seconds -= 1.0
-    if not result.done():
-        raise TimeoutError
-    return result.result()
+def say_if_long(text: str) -> AbstractContextManager[None]:
+    """Print a line on stderr while the body still runs after `PATIENCE` seconds."""
+    return unless_done_in(PATIENCE, lambda: say(text, error=True))

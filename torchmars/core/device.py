@@ -1,56 +1,33 @@
-"""The devices that ranks compute on: which ones there are, and what differs between their makers.
+"""The devices that ranks compute on: which ones there are, and what torch does not say of them.
 
-`torch.accelerator` finds GPUs. Their streams, events, memory, names and random numbers are asked of
-torch's module for the type of the device, `torch.get_device_module`, by the names that it has in
-`torch.cuda`: events of torch.accelerator let no thread sleep until they happen. The rest is here.
+AMD's GPUs have the same type as NVIDIA's. Streams, events, memory and random numbers are asked of
+`torch.get_device_module`: events of torch.accelerator let no thread sleep until they happen.
 """
 
 import contextlib
 import ctypes
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchmars.core.files import own_cores
 
-
-@dataclass(frozen=True)
-class Maker:
-    """What torch does not say of a type of GPU."""
-
-    collectives: str
-    """The library of collectives: torch's name of it, which stands in its errors and records."""
-    visible: str
-    """The variable that names the GPUs which a process may use."""
-    interface: Mapping[str, str]
-    """Variables that keep collectives on the network interface whose name takes the place of {}."""
-    deterministic: Mapping[str, str]
-    """Variables, read when the first GPU is used, with which all sums have one order."""
-
-
-# The GPUs that runs use, by torch's type of device. AMD's have the same type as NVIDIA's.
-MAKERS = {
-    "cuda": Maker(
-        collectives="nccl",
-        visible="CUDA_VISIBLE_DEVICES",
-        interface={"NCCL_SOCKET_IFNAME": "={}"},  # the very interface, not all that begin so
-        deterministic={
-            # A workspace for each stream, so that products take the same kernels.
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            # The order follows from the ranks; reduce-scatters are rings.
-            "NCCL_ALGO": "allreduce:tree",
-            "NCCL_PROTO": "Simple",
-            "NCCL_NVLS_ENABLE": "0",  # sums in NVSwitch
-            "NCCL_COLLNET_ENABLE": "0",  # sums in the network
-        },
-    )
+GPU_TYPE = "cuda"  # the type of the GPUs that runs use, and that plans are for on any machine
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # the variable that names those which a process may use
+COLLECTIVES = "gloo|nccl"  # a pattern of the names that libraries of collectives have in errors
+# The variable that keeps collectives on a network interface: the very one, not all that begin so.
+INTERFACE = ("NCCL_SOCKET_IFNAME", "={}")
+# Variables, read when the first GPU is used, with which all sums have one order.
+DETERMINISTIC = {
+    # A workspace for each stream, so that products take the same kernels.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # The order follows from the ranks; reduce-scatters are rings.
+    "NCCL_ALGO": "allreduce:tree",
+    "NCCL_PROTO": "Simple",
+    "NCCL_NVLS_ENABLE": "0",  # sums in NVSwitch
+    "NCCL_COLLNET_ENABLE": "0",  # sums in the network
 }
-# A pattern of the names that libraries of collectives have in errors.
-COLLECTIVES = "|".join(["gloo", *(each.collectives for each in MAKERS.values())])
-PLANNED = "cuda"  # the type of GPU that plans are for, on any machine
 
 
 def is_gpu(device_type: str) -> bool:
@@ -58,31 +35,19 @@ def is_gpu(device_type: str) -> bool:
     return device_type not in ("cpu", "meta")
 
 
-def built_for() -> str | None:
-    """Return the type of GPU that this torch is for and runs can use, whether there is one or not.
-
-    Unlike `gpu_type` it leaves the GPUs alone: a process may fork later, and still use them.
-    """
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and found.type in MAKERS else None
-
-
 def gpu_type() -> str | None:
     """Return the type of this machine's GPUs; None where runs use the CPU."""
-    found = built_for()
-    return found if found and torch.get_device_module(found).is_available() else None
+    return GPU_TYPE if torch.cuda.is_available() else None
 
 
 def gpu_count() -> int:
-    """Return how many GPUs this process may use, leaving them alone."""
-    found = built_for()
-    return torch.get_device_module(found).device_count() if found else 0
+    """Return how many GPUs this process may use, leaving them alone: it may fork later."""
+    return torch.cuda.device_count()
 
 
 def gpu_name(number: int) -> str:
     """Return the name of this machine's GPU `number`, "cpu" where runs use that."""
-    found = gpu_type()
-    return torch.get_device_module(found).get_device_name(number) if found else "cpu"
+    return torch.cuda.get_device_name(number) if gpu_type() else "cpu"
 
 
 def gpu_memory() -> int | None:
@@ -115,15 +80,13 @@ def describe_machine() -> dict[str, str | int | float]:
 
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, by the names that `limited_to` takes."""
-    found, count = built_for(), gpu_count()
-    named = os.environ.get(MAKERS[found].visible) if found else None
+    count, named = gpu_count(), os.environ.get(VISIBLE)
     return (named.split(",") if named else [str(number) for number in range(count)])[:count]
 
 
 def limited_to(gpus: str) -> dict[str, str]:
     """Return the variable that lets a process use these `gpus` alone; none for an empty name."""
-    found = built_for()
-    return {MAKERS[found].visible: gpus} if found and gpus else {}
+    return {VISIBLE: gpus} if gpus else {}
 
 
 def use(device: torch.device) -> None:
@@ -133,7 +96,7 @@ def use(device: torch.device) -> None:
 
 def backend_of(device_type: str) -> str:
     """Return torch's name of what carries tensors of a type of device between ranks."""
-    return MAKERS[device_type].collectives if is_gpu(device_type) else "gloo"
+    return "nccl" if is_gpu(device_type) else "gloo"
 
 
 def multiplies_float8(device: torch.device) -> bool:
@@ -142,11 +105,8 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def pin(memory: Tensor, size: int, device_type: str) -> None:
-    """Let a GPU copy to `size` bytes that are in use already, while the host goes on.
-
-    Where its maker has no such call, the host waits for these copies.
-    """
-    if device_type == "cuda":
+    """Let a GPU copy to `size` bytes that are in use already, while the host goes on."""
+    if device_type == GPU_TYPE:
         torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
 
 

@@ -1,13 +1,10 @@
 """Errors that are not mistakes of the code, how a command reports them, and exit codes."""
 
 import contextlib
-import json
 import os
 import re
 import signal
 import sys
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +20,6 @@ EXIT_REGROUP = 76  # of ranks that end to start again with other machines: only 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 LONGEST = 1000  # characters of an error line
-PYTHON = str(Path(os.__file__).parent)  # the folder of its own modules
 # The environment variable with the file in which a rank leaves its exit code for its launcher.
 EXIT_CODE_FILE = "TORCHMARS_EXIT_CODE_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # that in which torchrun expects a rank's error
@@ -90,36 +86,7 @@ class LoneMistake(Exception):
 
 
 class Ended(SystemExit):
-    """The end of this process, asked for by this package."""
-
-
-@contextlib.contextmanager
-def no_exit(kind: type[Exception] = UserError) -> Iterator[None]:
-    """Raise a `kind` of error instead of a `SystemExit` that is not `Ended`.
-
-    Code of others, such as a plugin's, has raised it. The process would end in the middle of its
-    work, and with the code of success if that is 0.
-    """
-    try:
-        yield
-    except Ended:
-        raise
-    except SystemExit as error:
-        raise kind(
-            f"{place_of(error)} calls sys.exit({error.code!r}), which would end more than itself: "
-            "let it raise an exception"
-        ) from error
-
-
-def place_of(error: BaseException) -> str:
-    """Return the file and line that raised an error, in words; of Python's own, their caller."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno},"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        of_python = frame.filename.startswith((PYTHON, "<")) and "-packages" not in frame.filename
-        if not of_python:
-            return f"{frame.filename}, line {frame.lineno},"
-    return "a module"
+    """The end of this process, asked for by this package; any other is of code of the user's."""
 
 
 @contextlib.contextmanager
@@ -132,8 +99,7 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as torchmars/begin.py has made it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with no_exit():
-            yield
+        yield
     except UserError as error:
         if not quiet:
             say_error(error)
@@ -168,32 +134,28 @@ def report_failure(error: Exception) -> None:
 
     The launcher prints the first failure last.
     """
-    _leave_for_launcher(error)
+    leave_for_launcher(error)
     say_error(error)
 
 
 def report_crash(error: BaseException) -> None:
     """Report an error that is being handled, as `report_failure` does, with its traceback."""
-    _leave_for_launcher(error)
+    leave_for_launcher(error)
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _leave_for_launcher(error: BaseException) -> None:
-    """Leave the error in the file that torchrun has named, whole or not at all.
+def leave_for_launcher(error: BaseException) -> None:
+    """Leave the error in the file that torchrun has named, if there is one, whole or not at all.
 
     A launcher that has seen another rank die ends this one at any moment, and torchrun fails on the
     half of a file.
     """
-    file = os.environ.get(ERROR_FILE)
-    if file is None:
-        return
-    # In the form of torch's `ErrorHandler`, torch 2.11 to 2.15, which takes seconds to import.
-    about = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": about}
-    partial = f"{file}.partial"
-    with open(partial, "w") as stream:
-        json.dump({"message": message}, stream)
-    os.replace(partial, file)
+    if file := os.environ.get(ERROR_FILE):
+        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+        os.environ[ERROR_FILE] = partial = f"{file}.partial"
+        ErrorHandler().record_exception(error)
+        os.replace(partial, file)
 
 
 def end_at_once(code: int) -> NoReturn:

@@ -5,43 +5,20 @@ import errno
 import fcntl
 import hashlib
 import io
-import math
 import os
-import re
-import secrets
 import shutil
-import socket
 import stat
-import struct
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 
 PARTIAL = ".partial"  # ends the name of an incomplete file or folder
-DEEPEST = 200  # folders within each other; Python makes them by as many calls within each other
 LFS = b"version https://git-lfs"  # begins what Git leaves instead of a large file
 PATIENCE = 60.0  # seconds that a process may take to end
-# What a lock says: who has it, or nothing.
-OWNER = re.compile(rb"(process \d+ on .+, since .+)?")
-LARGEST = 2**30  # bytes of a text file that is read whole
-
-
-def name_problem(path: PurePath | str) -> str:
-    """Return why nothing can have this path; an empty text where something can."""
-    if os.fspath(path).count("/") > DEEPEST:
-        return f"it has more than {DEEPEST} folders within each other"
-    try:
-        os.lstat(path)
-    except OSError as error:
-        return os.strerror(error.errno) if error.errno == errno.ENAMETOOLONG else ""
-    except ValueError:  # a NUL character, or half of one that UTF-16 has in two
-        return "it has characters that no path can have"
-    return ""
 
 
 def path_problem(path: PurePath | str, kind: Literal["file", "folder"]) -> str:
@@ -49,14 +26,12 @@ def path_problem(path: PurePath | str, kind: Literal["file", "folder"]) -> str:
 
     It need not exist.
     """
-    if wrong := name_problem(path):
-        return wrong
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return ""
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, ValueError) as error:  # ValueError: characters that no path can have
+        return getattr(error, "strerror", "") or str(error)
     if kind == "folder":
         return "" if stat.S_ISDIR(mode) else os.strerror(errno.ENOTDIR)
     if stat.S_ISDIR(mode):
@@ -74,14 +49,15 @@ def check_writable(folder: Path, option: str = "run.folder") -> None:
         there = there.parent
     try:
         if not (wrong := path_problem(folder, "folder")):
-            with tempfile.TemporaryFile(dir=there):
-                return
+            name = there / f".{os.urandom(8).hex()}{PARTIAL}"
+            os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            return name.unlink()
     except OSError as error:
         wrong = error.strerror or str(error)
     raise UserError(f"cannot write to {folder}: {wrong}: set {option} to a folder you can write")
 
 
-def open_file(path: PurePath) -> BinaryIO:
+def open_file(path: PurePath) -> io.BufferedReader:
     """Open a regular file to be read. Raises `OSError` for anything else.
 
     Anything else is not even opened: whoever opens a FIFO waits for its other end.
@@ -91,13 +67,10 @@ def open_file(path: PurePath) -> BinaryIO:
     return Path(path).open("rb")
 
 
-def read_bytes(path: PurePath, open: Callable[[PurePath], BinaryIO] = open_file) -> bytes:
+def read_bytes(path: PurePath) -> bytes:
     """Return the content of a regular file. Raises `OSError` for anything else."""
-    with open(path) as stream:
-        content = stream.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-    return content
+    with open_file(path) as stream:
+        return stream.read()
 
 
 def read_text(path: Path) -> str:
@@ -109,20 +82,14 @@ def read_text(path: Path) -> str:
 
 
 def open_to_write(path: str | PurePath, flags: int) -> int:
-    """Return the descriptor of a regular file, which is made if there is none, to write to it.
+    """Return the descriptor of a file, which is made if there is none, to write to it.
 
     It is an `opener` of `open` too. Raises `OSError` for a link, which may lead to a file of
-    somebody else, and for anything that is no file.
+    somebody else, and does not wait for the other end of a FIFO.
     """
     if os.path.islink(path):
         raise OSError(errno.ELOOP, f"{PurePath(path).name} is a link", str(path))
-    # Not blocking: else whoever opens a FIFO waits for its other end.
-    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o666)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 class DurableFile(io.BufferedWriter):
@@ -165,12 +132,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(file: Path, begin: int = 0, end: int = 2**63) -> str:
-    """Return the SHA-256 of bytes [begin, end) of a file. Raises `OSError`."""
-    result = hashlib.sha256()
-    for chunk in read_chunks(file, begin, end):
-        result.update(chunk)
-    return result.hexdigest()
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file. Raises `OSError`."""
+    with open_file(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_chunks(file: Path, begin: int, end: int, size: int = 2**22) -> Iterator[bytes]:
@@ -193,18 +158,6 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is the one at `path`, and not one that was deleted or moved.
-
-    Where the file system cannot be asked just now, it counts as being there.
-    """
-    try:
-        there, here = os.stat(path), os.fstat(descriptor)
-    except OSError as error:
-        return not isinstance(error, FileNotFoundError)
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-
-
 def is_gone(file: PurePath) -> bool:
     """Return whether a file that existed does not exist any more.
 
@@ -223,12 +176,12 @@ def lock(file: Path, doing: str, patience: float | None = None, over: bool = Fal
     Or until it closes the descriptor that is returned; None if there are no locks.
 
     It waits `patience` seconds, by default `PATIENCE`, for one that is about to end. Raises
-    `UserError` if that one does not. Where it is known to be `over`, though its machine stands
-    still and keeps the lock, a file that this process has locked takes the place of its own. The
-    file names the process that has the lock. Raises `UserError` for a link and any other file.
+    `UserError` if that one does not, and for a link. Where it is known to be `over`, though its
+    machine stands still and keeps the lock, a file that this process has locked takes the place of
+    its own. The file names the process that has the lock.
     """
     foreign = UserError(f"{file} is no lock, and is left as it is: move it away")
-    if os.path.islink(file) or os.path.exists(file) and not os.path.isfile(file):
+    if os.path.islink(file):
         raise foreign
     # The folder may not be writable, which is reported later; the file system may have no locks.
     with contextlib.suppress(OSError):
@@ -237,22 +190,24 @@ def lock(file: Path, doing: str, patience: float | None = None, over: bool = Fal
         deadline, waits = time.monotonic() + patience, False
         while True:
             descriptor = open_to_write(file, os.O_RDWR)
-            content = os.pread(descriptor, 1000, 0)
-            if not OWNER.fullmatch(content):
+            owner = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown which"
+            if not owner.startswith(("process ", "unknown which")):
                 os.close(descriptor)
                 raise foreign
             if _take(descriptor):
-                if is_at(descriptor, file):
+                if os.fstat(descriptor).st_nlink:
                     return descriptor
                 os.close(descriptor)  # another one is in its place by now
                 continue
-            owner = content.decode(errors="replace") or "unknown which"
             os.close(descriptor)
             if over:
                 say(
                     f"warning: {owner} is over, and this process continues with {doing}", error=True
                 )
-                return _replace(file)
+                new = file.with_name(f"{file.name}-{os.urandom(4).hex()}")
+                _take(descriptor := open_to_write(new, os.O_RDWR))
+                new.rename(file)
+                return descriptor
             if time.monotonic() > deadline:
                 raise UserError(
                     f"another process is {doing}: stop it first ({owner}), or remove {file} if its "
@@ -270,22 +225,13 @@ def _take(descriptor: int) -> bool:
     try:
         # Not flock: a rank's helper processes would keep that lock.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+    except BlockingIOError:
         return False
     os.ftruncate(descriptor, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    me = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+    me = f"process {os.getpid()} on {os.uname().nodename}, since {since}"
     os.pwrite(descriptor, me.encode(), 0)
     return True
-
-
-def _replace(file: Path) -> int:
-    """Put a file that this process has locked in the place of `file`. Return its descriptor."""
-    new = file.with_name(f"{file.name}-{secrets.token_hex(4)}")
-    descriptor = open_to_write(new, os.O_RDWR)
-    _take(descriptor)
-    new.rename(file)
-    return descriptor
 
 
 def is_locked(file: Path, local: bool = False) -> bool | None:
@@ -295,19 +241,17 @@ def is_locked(file: Path, local: bool = False) -> bool | None:
     this one. They do where the file is `local`. A process must not ask for a lock of its own: that
     gives it up.
     """
-    # struct flock of Linux: type, whence, start, length, process.
-    question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         with open_file(file) as stream:
-            answer = fcntl.fcntl(stream, fcntl.F_GETLK, question)
             owner = stream.read(1000).decode(errors="replace")
+            fcntl.lockf(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
+    except BlockingIOError:
+        return True
     except OSError:
         return None
-    if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
-        return True
-    return False if local or f" on {socket.gethostname()}, since " in owner else None
+    return False if local or f" on {os.uname().nodename}, since " in owner else None
 
 
 @contextlib.contextmanager
@@ -324,27 +268,14 @@ def locked(file: Path, doing: str, patience: float | None = None) -> Iterator[No
 def own_cores(system: Path = Path("/")) -> int:
     """Return the CPU cores that this process may use: at least 1.
 
-    They are the least of its affinity and of the quotas of its control group and of those above,
-    rounded down. `system` is the folder that has /proc and /sys.
+    They are those of its affinity and, in a container, of its quota, rounded down. `system` is the
+    folder that has /sys.
     """
-    least = float(len(os.sched_getaffinity(0)))
-    with contextlib.suppress(OSError, ValueError):  # a system that does not tell
-        for line in (system / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            # Version 2 names none. By version 1, time has groups of its own. A container may see
-            # its group at the root, and under none of its names.
-            if not controllers or "cpu" in controllers.split(","):
-                group = PurePath(controllers) / path.lstrip("/")
-                for each in (group, *group.parents):
-                    least = min(least, quota_of(system / "sys/fs/cgroup" / each))
-    return max(1, int(least))
-
-
-def quota_of(group: Path) -> float:
-    """Return how many cores' time a control group may use, by version 2 or 1."""
-    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+    cores, groups = len(os.sched_getaffinity(0)), system / "sys/fs/cgroup"
+    # By version 2 of control groups, and by version 1.
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         with contextlib.suppress(OSError, ValueError):  # there is no such file; "max"
-            quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
-            if quota > 0:
-                return quota / period
-    return math.inf
+            texts = [(groups / name).read_text() for name in names]
+            quota, period = map(int, " ".join(texts).split())
+            cores = min(cores, quota // period) if quota > 0 else cores
+    return max(1, cores)

@@ -1,10 +1,9 @@
 """Counts, numbers, times and tables in the words of messages."""
 
 import math
+import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
-
-from rich.cells import cell_len
 
 from torchmars.core.console import harmless
 
@@ -45,16 +44,22 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
+def cells(text: str) -> int:
+    """Return how many places of a terminal a text takes: letters of East Asia take two."""
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(bool(unicodedata.combining(letter)) for letter in text)
+
+
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Return rows of equally many cells as lines with aligned columns.
 
     The columns numbered in `right` are aligned to the right. The first row has the headings.
     """
     shown = [[harmless(cell).replace("\n", "\\n").expandtabs() for cell in row] for row in rows]
-    widths = [max(map(cell_len, column)) for column in zip(*shown, strict=True)]
+    widths = [max(map(cells, column)) for column in zip(*shown, strict=True)]
 
     def padded(number: int, cell: str) -> str:
-        blanks = " " * (widths[number] - cell_len(cell))  # letters of East Asia take two places
+        blanks = " " * (widths[number] - cells(cell))
         return blanks + cell if number in right else cell + blanks
 
     return ["  ".join(padded(*each) for each in enumerate(row)).rstrip() for row in shown]

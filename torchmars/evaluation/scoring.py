@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmars.core.errors import UserError
-from torchmars.core.files import LARGEST, read_bytes
+from torchmars.core.files import read_bytes
 from torchmars.data.corpus import matching_files
 from torchmars.data.documents import Damage, decode, documents_of
 from torchmars.data.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     lost = 0  # bytes of the documents before, of which the tokenizer leaves nothing
     for file in matching_files(pattern, "text", "--text", scorer.layout.say):
         try:
-            for _, content in documents_of([(1, read_bytes(file))], LARGEST):
+            for _, content in documents_of([(1, read_bytes(file))], 2**30):
                 text = decode(content) if isinstance(content, bytes) else ""
                 tokens, ends = tokenizer.encode_measured(text if text.strip() else "")
                 opening = tokenizer.before or [tokenizer.begin]

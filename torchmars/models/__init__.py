@@ -34,7 +34,7 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> Model:
     require(
         config.size in sizes,
         f'model.size = "{config.size}" is no size of model.name = "{config.name}": '
-        f"{meant(config.size, sizes)}it has {', '.join(sizes)}",
+        + meant(config.size, sizes, f"it has {', '.join(sizes)}"),
     )
     args = config.args(kind.settings, vocab_size, seq_len)
     args.check()

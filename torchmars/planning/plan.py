@@ -8,7 +8,7 @@ import torch
 from torchmars.cluster.sizes import UsableSizes
 from torchmars.config import ResolvedConfig
 from torchmars.config.ranks import resolve_compile, resolve_dtypes
-from torchmars.core.device import PLANNED, gpu_memory
+from torchmars.core.device import GPU_TYPE, gpu_memory
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted
 from torchmars.data.mixture import Mixture
@@ -58,7 +58,7 @@ class Plan:
 
         `config` has resolved dtypes. Raises `UserError` if it does not divide.
         """
-        device = PLANNED if per_node else "cpu"
+        device = GPU_TYPE if per_node else "cpu"
         self.costs, self.whole, self.data = costs, costs.model, data
         self.world_size, self.per_node = world_size, per_node
         self.degrees = config.parallelism.degrees(world_size)
@@ -202,7 +202,7 @@ def costs_of(
 
     Raises `UserError` for mistakes in them.
     """
-    device = torch.device(PLANNED if per_node else "cpu")
+    device = torch.device(GPU_TYPE if per_node else "cpu")
     # CPUs are taken to be like this one.
     config = resolve_dtypes(config, device, per_node > 0 or multiplies_bfloat16(device))
     data = prepared_data(config)

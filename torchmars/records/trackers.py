@@ -76,8 +76,8 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-# Of plugins: each opens a tracker of a run, to continue after a step.
-TRACKERS: dict[str, Callable[[ResolvedConfig, int], Any]] = {}
+# Each opens a tracker of a run, to continue after a step. [metrics] asks for ours.
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 class Tracker:
@@ -123,13 +123,14 @@ def open_trackers(config: ResolvedConfig, step: int, reached: int) -> list[Track
     The run has reported up to step `reached` before. It takes the whole config, since Weights &
     Biases shows it.
     """
+    asked = {"tensorboard": config.metrics.tensorboard, "wandb": config.metrics.wandb}
     trackers = []
-    if config.metrics.tensorboard:
-        trackers.append(Tracker("metrics.tensorboard", partial(TensorBoard, config, step)))
-    if config.metrics.wandb:
-        trackers.append(Tracker("metrics.wandb", partial(WeightsAndBiases, config, reached)))
-    own = TRACKERS.items()
-    return trackers + [Tracker(name, partial(open, config, step)) for name, open in own]
+    for name, open in TRACKERS.items():
+        if asked.get(name, True):
+            after = reached if name == "wandb" else step
+            option = f"metrics.{name}" if name in asked else name
+            trackers.append(Tracker(option, partial(open, config, after)))
+    return trackers
 
 
 def wandb_run(file: Path, reached: int) -> tuple[str, int]:

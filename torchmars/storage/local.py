@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from torchmars.cluster import process
-from torchmars.core import files as locks
+from torchmars.core import files
 from torchmars.core.errors import UserError
 from torchmars.core.files import (
     PARTIAL,
@@ -44,7 +44,7 @@ class FileOwner:
         """Take the folder of the file `lock`. Raises `UserError` if another process has it."""
         self.lock, self.file = lock, lock.with_name("owner")
         own = os.environ.get(process.ROUND, "")
-        self.descriptor = locks.lock(lock, doing, over=is_earlier(self._former()[1], own))
+        self.descriptor = files.lock(lock, doing, over=is_earlier(self._former()[1], own))
         self.id = self._former()[0] or secrets.token_hex(8)
         """The same for each process that has the folder, and another one for a copy of it."""
         self.mine: str | None = None
@@ -127,7 +127,7 @@ class LocalStorage:
         )
         # Another user's cannot be opened to be locked.
         for file in (lock if taken.descriptor is None else None, others):
-            if file is not None and locks.is_locked(file):
+            if file is not None and files.is_locked(file):
                 taken.release()
                 raise in_use(folder, owner_of(file))
         return taken

@@ -13,7 +13,7 @@ from torchmars.checkpoint.resume import newest_config
 from torchmars.cluster import process
 from torchmars.config import ResolvedConfig, TrainingConfig
 from torchmars.config.ranks import resolve_compile, resolve_dtypes
-from torchmars.core.device import MAKERS, add_up_in_float32
+from torchmars.core.device import DETERMINISTIC, add_up_in_float32
 from torchmars.data.loader import Loader
 from torchmars.data.mixture import MixedWindows
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
@@ -51,9 +51,8 @@ def apply_determinism(training: TrainingConfig) -> None:
     """
     if not training.deterministic:
         return
-    for maker in MAKERS.values():
-        for name, value in maker.deterministic.items():
-            os.environ.setdefault(name, value)
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
     # An operation that knows no one order raises an error. Torch's compiler then chooses kernels by
     # rules instead of by their time.
     torch.use_deterministic_algorithms(True)
