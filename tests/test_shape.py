@@ -13,26 +13,26 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 51, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 34_950
+IN_ALL = 34_370
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
     "cluster": 2_560,
     "commands": 1_680,
     "comparison": 1_750,
-    "config": 2_720,
-    "core": 1_970,
+    "config": 2_590,
+    "core": 1_630,
     "data": 3_170,
     "evaluation": 550,
     "exchange": 2_130,
     "models": 1_906,
     "optim": 5_191,
     "parallel": 2_955,
-    "planning": 1_350,
+    "planning": 1_245,
     "records": 970,
     "reports": 600,
     "storage": 660,
-    "top level": 650,
+    "top level": 640,
     "training": 1_588,
 }
 # Of Python's own modules subprocess takes time, which --help has not.

@@ -22,7 +22,7 @@ from torchmars.core.errors import UserError
 from torchmars.exchange.export import export as export_models
 from torchmars.exchange.saved_model import SavedModel, open_model
 from torchmars.exchange.weights import write_weights
-from torchmars.training.preparation import prepare_run, write_settings
+from torchmars.training.preparation import prepare_run
 
 
 def write(weights, folder):
@@ -187,14 +187,6 @@ def test_the_next_commands_can_be_pasted(checkpoint, tmp_path, monkeypatch, caps
     code, out, err = run_command(generate, [*sample, "--max-tokens", "5"], place)
     assert code == 0 and out.startswith("The"), err
 
-    write_settings(load_config(["tiny.toml"], "test"))
-    words = [str(checkpoint), f"{target} bare", "--to", "safetensors"]
-    code, out, err = run_command("export", words, place)
-    ((train, *args),) = following(out)
-    assert (code, train) == (0, "train"), err
-    config = load_config(args, "test")
-    assert config.run.name == "tiny-next"
-    prepare_run(config, 1, 1)
     monkeypatch.setattr(sys, "argv", ["import", str(target), str(tmp_path / "a config.toml")])
     importlib.import_module("torchmars.commands.import").main()
     (generate, *sample), (plan, *planned), (train, *args) = following(capsys.readouterr().out)

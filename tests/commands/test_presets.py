@@ -36,10 +36,7 @@ def test_all_and_those_of_a_family(monkeypatch, capsys):
 def test_one(monkeypatch, capsys):
     page = "\n".join(printed(monkeypatch, capsys, "gpt2-xl-muon-fineweb-edu"))
     for text in (
-        "files     gpt2_xl.toml optimizers/muon.toml data/fineweb_edu.toml",
-        "optimizer muon, lr 0.003",
-        "schedule  cosine to 1e-05 after 2,000 steps",
-        "batch     480 x 1024 tokens a step, 100,000 steps of fineweb-edu",
+        "rate      0.003, cosine to 1e-05 after 2,000 steps, 49.2B tokens",
         "published: arXiv 2510.21800",
         "result    none published",
         "8 GPUs, 12 x 5 sequences each",

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from torchmars import register
-from torchmars.config.load import config_from_tables
+from torchmars.config.load import config_from_tables, load_config
 from torchmars.config.model import MODELS
 from torchmars.config.plugins import load_plugins
-from torchmars.config.source import KINDS, SourceKind, reader_of
+from torchmars.config.source import KINDS
 from torchmars.core.errors import UserError
 from torchmars.data.reading import READERS
 from torchmars.models import build_meta_model
@@ -82,6 +82,30 @@ def test_one_in_the_current_folder_is_imported_once(plugin, tmp_path):
     assert isinstance(RULES["mine"], AdamW) and os.getcwd() == str(tmp_path)
 
 
+OWN_SETTING = """
+from dataclasses import dataclass
+from torchmars import register
+from torchmars.optim.rules import RULES, AdamW
+
+@dataclass(frozen=True)
+class Settings(AdamW.config):
+    mine: float = 0.1
+
+class Mine(AdamW):
+    name, config, own = "mine", Settings, ("mine",)
+
+register(RULES, "mine", Mine())
+"""
+
+
+@pytest.mark.parametrize("files", [[], ["run.toml"]])
+def test_a_rules_own_setting_is_an_option(plugin, tmp_path, files):
+    (tmp_path / "run.toml").write_text("[training]\nsteps = 3\n")
+    words = ["--optimizer.mine", "0.5", "--optimizer.name", "mine", "--plugins"]
+    config = load_config([*files, *words, plugin(OWN_SETTING)], "test")
+    assert config.optimizer.mine == 0.5 and config.training.steps == (3 if files else 300)
+
+
 @pytest.mark.parametrize(
     "made,said",
     [
@@ -105,14 +129,6 @@ def test_a_class_that_is_no_model(plugin, made, said):
         config = config_from_tables({"model": {"name": "mine"}}, "in a test")
         build_meta_model(config.model, 257, 32)
     assert "\n" not in str(found.value)
-
-
-def test_a_kind_without_a_reader(plugin):
-    register(KINDS, "mine", SourceKind(("glob",), (".x",)))
-    assert config_from_tables({"data": {"source": "mine:a"}}, "in a test").data.source == "mine:a"
-    for readers in (READERS, {"mine": None}, {"mine": 3}):
-        with pytest.raises(UserError, match=r"READERS\['mine'\] must be a function"):
-            reader_of(readers, "mine")
 
 
 def test_a_command_with_one_that_exits_is_no_success(plugin, call):

@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
 
 import tomli_w
 
@@ -60,15 +59,9 @@ def main() -> None:
         say(f"{options.config}: {found.model.describe()}")
         if untold:
             say(f"warning: {untold}", error=True)
-        say(*next_commands(*after_import(options, tables)))
-
-
-def after_import(options: Import, tables: dict[str, Any]) -> list[list[str]]:
-    """Return commands that may come next. Without a tokenizer only a plan can be made."""
-    config = str(options.config)
-    plan = ["torchmars", "plan", config, "--world-size", "8"]
-    if "data" not in tables:
-        return [plan]
-    sample = ["torchmars", "generate", str(options.folder), "--prompt", "The"]
-    sample += [] if options.plugins is None else ["--plugins", options.plugins]
-    return [sample, plan, ["torchmars", "train", config]]
+        following = [["torchmars", "plan", str(options.config), "--world-size", "8"]]
+        if not untold:  # else there is no tokenizer
+            plugins = [] if options.plugins is None else ["--plugins", options.plugins]
+            sample = ["torchmars", "generate", str(options.folder), "--prompt", "The", *plugins]
+            following = [sample, *following, ["torchmars", "train", str(options.config)]]
+        say(*next_commands(*following))

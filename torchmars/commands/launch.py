@@ -91,10 +91,6 @@ class Parser(argparse.ArgumentParser):
         """Raise a `UserError`."""
         raise UserError(f"{message}: see --help")
 
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End the process, after --help."""
-        raise Ended(status)
-
 
 def start_ranks(
     environment: Environment,

@@ -45,9 +45,8 @@ def main() -> None:
         content: Any
         if compared := comparison_among(options.runs):
             found = read_comparison(compared)
-            content = (
-                page.comparison_page(found) if options.html else figures.comparison_figure(found)
-            )
+            draw: Any = page.comparison_page if options.html else figures.comparison_figure
+            content = draw(found)
         else:
             runs = read_runs(options.runs)
             draw = page.run_page if options.html else figures.runs_figure

@@ -2,9 +2,8 @@
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torchmars.config.load import ABOUT, SHIPPED, merge, read, read_toml
 from torchmars.core.check import make, meant
@@ -73,12 +72,14 @@ def read_presets() -> dict[str, About]:
 def preset_row(name: str, about: About) -> tuple[str, ...]:
     """Return the cells of a preset in a table of all."""
     tables = merge(read([name]))
+    training, schedule = tables["training"], tables["schedule"]
+    warmup = counted(schedule["warmup_steps"], "step")
     source = re.search(r"arXiv \d+\.\d+", about.source)
     return (
         name,
         f"{tables['optimizer']['lr']:g}",
-        schedule_of(tables),
-        short(tokens_per_step(tables) * tables["training"]["steps"]),
+        f"{schedule['name']} to {schedule['min_lr']:g} after {warmup}",
+        short(training["global_batch_size"] * training["seq_len"] * training["steps"]),
         about.origin,
         source[0] if source else about.source,
         about.result,
@@ -87,15 +88,10 @@ def preset_row(name: str, about: About) -> tuple[str, ...]:
 
 def preset_page(name: str, about: About) -> list[str]:
     """Return what is known of a preset, in lines."""
-    tables = merge(read([name]))
-    training, optimizer = tables["training"], tables["optimizer"]
-    batch = f"{training['global_batch_size']} x {training['seq_len']} tokens a step"
+    _, rate, schedule, tokens, *_ = preset_row(name, about)
     sections = {
         "preset": [name],
-        "files": [" ".join(read_toml(SHIPPED / "presets" / f"{name}.toml")["extends"])],
-        "optimizer": [f"{optimizer['name']}, lr {optimizer['lr']:g}"],
-        "schedule": [schedule_of(tables)],
-        "batch": [f"{batch}, {counted(training['steps'], 'step')} of {tables['data']['source']}"],
+        "rate": [f"{rate}, {schedule}, {tokens} tokens"],
         "settings": [f"{about.origin}: {about.source}"],
         "result": [about.result],
         "GPUs": [f"{about.gpus}, {about.layout}"],
@@ -109,15 +105,3 @@ def preset_page(name: str, about: About) -> list[str]:
             ["torchmars", "train", name],
         ),
     ]
-
-
-def schedule_of(tables: Mapping[str, Any]) -> str:
-    """Return a preset's schedule in words."""
-    schedule = tables["schedule"]
-    warmup = counted(schedule["warmup_steps"], "step")
-    return f"{schedule['name']} to {schedule['min_lr']:g} after {warmup}"
-
-
-def tokens_per_step(tables: Mapping[str, Any]) -> int:
-    """Return the tokens of a preset's global batch."""
-    return int(tables["training"]["global_batch_size"] * tables["training"]["seq_len"])

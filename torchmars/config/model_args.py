@@ -161,8 +161,6 @@ class DecoderArgs(ModelArgs):
                 f'model.rope_scaling = "{self.rope_scaling}" needs model.rope_original_len: set it '
                 "to the tokens that the model took before"
             )
-        if self.rope_scaling == "yarn" and self.rope_theta == 1:
-            raise UserError('model.rope_theta must be more than 1 with model.rope_scaling = "yarn"')
         own = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_attention_factor": None}
         for name, default in own.items() if self.rope_scaling != "yarn" else ():
             if getattr(self, name) != default:
@@ -172,11 +170,6 @@ class DecoderArgs(ModelArgs):
                 f"sequences of {self.seq_len} tokens are longer than model.rope_original_len = "
                 f'{self.rope_original_len}, past which model.rope_scaling = "dynamic" would depend '
                 'on the batch: lower training.seq_len, or choose "yarn"'
-            )
-        if self.rope_beta_fast < self.rope_beta_slow:
-            raise UserError(
-                f"model.rope_beta_fast = {self.rope_beta_fast:g} must be at least "
-                f"model.rope_beta_slow = {self.rope_beta_slow:g}"
             )
 
     def check_experts(self) -> None:

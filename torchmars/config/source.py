@@ -2,16 +2,13 @@
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from torchmars.core.check import nearest
 from torchmars.core.errors import UserError
 
 COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".xz", ".bz2")
 STORE = re.compile(r"[a-z][a-z0-9+.-]*:(?=/)", re.IGNORECASE)  # begins the name of one's object
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -64,17 +61,6 @@ class DataSource:
     def of_tokens(self) -> bool:
         """Whether another program has made tokens of its text."""
         return KINDS[self.kind].tokens
-
-
-def reader_of(readers: Mapping[str, R], kind: str) -> R:
-    """Return the reader of a kind of source. Raises `UserError` if a plugin has none."""
-    reader = readers.get(kind)
-    if not callable(reader):
-        raise UserError(
-            f"data.source: READERS[{kind!r}] must be a function that reads such files, got "
-            f"{reader!r}: docs/extending.md shows one"
-        )
-    return reader
 
 
 def likely(text: str, name: str, known: list[str]) -> str:

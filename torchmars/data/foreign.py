@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from torchmars.config import ResolvedData
-from torchmars.config.source import parse_source, reader_of
+from torchmars.config.source import parse_source
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, open_file
@@ -60,7 +60,7 @@ def index(config: ResolvedData, folder: Path, shard_tokens: int) -> None:
     there are no validation tokens, the end of the training tokens is that split. Raises
     `UserError`, naming the file, for one that violates its format.
     """
-    read = reader_of(READERS, parse_source(config.source).kind)
+    read = READERS[parse_source(config.source).kind]
     files = find_files(config)
     found = [read(file) for split in files for file in split]
     dtype, tokenizer = found[0][1], load_tokenizer(config.tokenizer, config.begin_token)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
-from torchmars.config.source import KINDS, DataSource, reader_of
+from torchmars.config.source import KINDS, DataSource
 from torchmars.core.errors import UserError, needs_package
 from torchmars.core.files import LFS
 from torchmars.data.corpus import Input, Piece, Sizes, open_place
@@ -124,7 +124,7 @@ def disk_errors(name: str) -> Iterator[None]:
 
 def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[list[TextPart]]:
     """Yield the blocks of a piece: parts that are tokenised at once. Raises `UserError`."""
-    reader = reader_of(READERS, source.kind)
+    reader = READERS[source.kind]
     of_lines = reader is text_records
     block: list[TextPart] = []
     size = 0
