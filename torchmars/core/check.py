@@ -332,3 +332,11 @@ def parse_json(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     return value
+
+
+def as_path(value: Any, name: str) -> pathlib.Path:
+    """Return a path that Python code gives. Raises `UserError` if it is not a path."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or not is_text(path):
+        raise UserError(f"{name} must be a path, got {value!r:.80}")
+    return pathlib.Path(path)

@@ -120,8 +120,7 @@ class Tracker:
 def open_trackers(config: ResolvedConfig, step: int, reached: int) -> list[Tracker]:
     """Open the trackers that `config` asks for, to continue after `step`.
 
-    The run has reported up to step `reached` before. It takes the whole config, since Weights &
-    Biases shows it.
+    The run has reported up to step `reached` before. W&B shows the whole config.
     """
     asked = {"tensorboard": config.metrics.tensorboard, "wandb": config.metrics.wandb}
     trackers = []
