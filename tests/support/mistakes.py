@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import math
 import os
 import signal
 from dataclasses import asdict
@@ -10,9 +9,7 @@ from dataclasses import asdict
 import pytest
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from tests.config.test_config import leaves
 from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
 from torchmars.checkpoint.manifest import CheckpointManifest, describe_file
@@ -25,25 +22,7 @@ from torchmars.storage.storage import MANIFEST
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepare_data
 
-OTHERS = "optimizer.groups data.mixture run training optimizer.matrix nothing training.stps a.b.c.d"
-KEYS = [*leaves(), *OTHERS.split(), ""]
 sizes = pytest.mark.parametrize("examples", [20, pytest.param(2000, marks=pytest.mark.slow)])
-WORDS = (
-    "| |x|two|-1|-0|0|1|2|3|1.5|1e3|inf|-inf|nan|1,2|0,|+4| 2|2 |1_0|0x10|٣|²|½|2:4|true|"
-    f"None|[]|{{}}|null|{'9' * 20}|{'9' * 400}|{'9' * 5000}|{'a' * 300}|{'a/' * 2500}|.|..|/|"
-    "//|/..|~|~nosuchuser|/dev/null|/dev/zero|/proc/self/mem|fifo|loop|loop/x|file|file/x|"
-    "folder|nothing|weights.safetensors|fifo.safetensors|folder.safetensors|\x1b[31m|a\tb|"
-    "a\nb|error: b|é\u2028|\udcff|*|[|**/*|localhost:0|localhost:29400|:1|a..b:1|[::1]:29400|"
-    f"{'a' * 70}:80|localhost:99999|--training.steps|=|%s|$(id)"
-).split("|")
-WHOLE = [0, 1, -1, 2, 3, 7, 255, 2**31 - 1, 2**31, 3 * 10**9]
-WHOLE += [2**53, 2**63 - 1, 2**63, 10**30, 10**400]
-NUMBERS = [*WHOLE, 0.5, -0.0, 1e-320, 1e38, 1e300, math.inf, -math.inf, math.nan]
-words, numbers = st.sampled_from(WORDS), st.sampled_from(NUMBERS)
-scalars = st.one_of(words, numbers, st.booleans(), st.text(max_size=8), st.integers(), st.floats())
-junk = st.one_of(
-    scalars, st.lists(scalars, max_size=3), st.dictionaries(words, scalars, max_size=2)
-)
 
 
 def fuzz(examples, strategy, check):
