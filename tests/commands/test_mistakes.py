@@ -264,7 +264,7 @@ def test_a_job_starts_a_launcher_on_each_node(place, job):
     assert not any(found[1] in command for command in commands)
 
 
-@pytest.mark.parametrize("own", [{}, {"SBATCH_NO_KILL": "set"}])
+@pytest.mark.parametrize("own", [{}, pytest.param({"SBATCH_NO_KILL": "set"}, marks=FULL)])
 def test_a_job_of_changing_machines_goes_on_without_lost_nodes(place, job, own):
     """It says by which option sbatch does the same, unless it knows that this was given."""
     changing = {"NNODES": "1:2", "SLURM_JOB_NUM_NODES": "3"} | own

@@ -149,8 +149,9 @@ def parse_all(
 
     `--help` has `about` too. After it the name of a section, of a setting, or "all" asks for more.
     """
-    own, settings = {each.name: each for each in options_of(kind)}, settings_in(sections)
-    words = words_in(args, own | settings, sections)
+    own = {each.name: each for each in options_of(kind)}
+    options = own | settings_in(sections)
+    words = words_in(args, options, sections)
     if "--help" in words:
         print_help(kind, prog, sections, "".join(words["--help"]), about)
         raise Ended(0)
@@ -159,7 +160,6 @@ def parse_all(
             known = [word for one in own.values() if one.positional for word in example(one, words)]
             remedy = f"write {prog} {shlex.join(known)}" if each.positional else form_of(each.hint)
             raise UserError(f"{each.spelled} is missing: {remedy}")
-    options = own | settings
     values = {
         name: given if isinstance(given, bool) else options[name].value(given)
         for name, given in words.items()
