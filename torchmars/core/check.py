@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from torchmars.core.errors import UserError
-from torchmars.core.places import place_problem
+from torchmars.core.places import place, place_problem
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, TypeAdapter
@@ -292,9 +292,11 @@ def read_words(words: list[str], hint: Any, name: str, where: str = "") -> Any:
 def read_word(word: str, hint: Any, name: str, where: str) -> Any:
     """Return the value of a word by pydantic: a switch is `true` or `false`, 1e3 a whole number.
 
-    Raises `UserError`.
+    A `Path` is local, a `PurePath` may also be in a store. Raises `UserError`.
     """
     kind = bare_type(hint)
+    if kind in (pathlib.Path, pathlib.PurePath):
+        return place(word, name, stores=kind is pathlib.PurePath)
     kinds = typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,)
     if bool in kinds:
         if word.lower() in ("true", "false"):

@@ -14,7 +14,7 @@ import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from torchmars.core.check import (
@@ -27,7 +27,6 @@ from torchmars.core.check import (
 )
 from torchmars.core.errors import Ended, UserError, file_errors
 from torchmars.core.files import write_durably
-from torchmars.core.places import place
 
 T = TypeVar("T")
 Sections = Mapping[str, type]  # of settings, by name
@@ -90,19 +89,11 @@ class Option:
         return repr(value) if isinstance(value, str) and not value.strip() else str(value)
 
     def value(self, words: list[str]) -> Any:
-        """Return the value of its words. Raises `UserError`.
-
-        A `Path` is local, a `PurePath` may also be in a store.
-        """
-        many = typing.get_origin(self.kind) is list
-        if len(words) > 1 and not many and typing.get_origin(self.kind) is not tuple:
+        """Return the value of its words. Raises `UserError`."""
+        if len(words) > 1 and typing.get_origin(self.kind) not in (list, tuple):
             raise UserError(f"cannot read the argument {words[1]!r}: see --help")
-        kind = typing.get_args(self.kind)[0] if many else self.kind
-        if kind not in (Path, PurePath) or words in ([], ["none"]):
-            name, where = (self.name, COMMAND_LINE) if self.setting else (self.spelled, "")
-            return read_words(words, self.hint, name, where)
-        paths = [place(word, self.spelled, kind is PurePath) for word in words]
-        return paths if many else paths[0]
+        name, where = (self.name, COMMAND_LINE) if self.setting else (self.spelled, "")
+        return read_words(words, self.hint, name, where)
 
 
 def options_of(kind: type, section: str = "") -> list[Option]:
