@@ -325,7 +325,7 @@ def test_where_no_checkpoint_could_be_written_a_run_does_not_start(place):
             "(Not a regular file)",
         ),
         (["--data.files", "fifo"], "data.files: 'fifo' names no text file"),
-        (["--metrics.wandb_project", "\udcff"], "metrics.wandb_project must be a string"),
+        (["--metrics.wandb_project", "\udcff"], "metrics.wandb_project must be Unicode text"),
     ],
 )
 def test_what_is_too_large_and_paths_that_are_none_are_named(place, args, message):

@@ -1,11 +1,13 @@
 """torchmars plot."""
 
 import functools
+import sys
 
 import pytest
 
 from tests.support.full import full_but
 from tests.support.records import made_comparison, made_run, restarted_run
+from torchmars import reports
 from torchmars.begin import install_command
 from torchmars.comparison.results import write_comparison
 
@@ -78,7 +80,8 @@ def test_mistakes(run, tmp_path, args, error):
 
 
 def test_without_matplotlib(run, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delattr(reports, "figures", raising=False)
+    monkeypatch.setitem(sys.modules, "torchmars.reports.figures", None)
     code, _, err = run("runs/a")
     assert code == 2 and err == (
         f"error: torchmars plot needs the package matplotlib: {install_command('plot')}\n"

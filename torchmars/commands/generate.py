@@ -90,4 +90,4 @@ def read_prompts(file: Path) -> list[str]:
         raise UserError(f"--prompts: cannot read {file}: {error}") from None
     if not text:
         raise UserError(f"--prompts: {file} has no line")
-    return text.removesuffix("\n").replace("\r\n", "\n").split("\n")
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")

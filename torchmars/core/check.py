@@ -294,6 +294,8 @@ def read_word(word: str, hint: Any, name: str, where: str) -> Any:
 
     A `Path` is local, a `PurePath` may also be in a store. Raises `UserError`.
     """
+    if not is_text(word):
+        raise UserError(f"{name} must be Unicode text, got {word!r}")
     kind = bare_type(hint)
     if kind in (pathlib.Path, pathlib.PurePath):
         return place(word, name, stores=kind is pathlib.PurePath)
