@@ -174,7 +174,7 @@ def explained(error: Exception, value: Any, where: Where, name: str) -> UserErro
         said = f"unknown key {setting}"
     elif kind == "value_error":
         said = f"{setting} {first['ctx']['error']}"
-    elif absent or not errors:
+    elif absent or not errors or kind == "json_invalid":  # of half a pair of UTF-16
         said = f"{setting or 'a value'} {'is missing' if absent else first['msg']}"
     elif kind in ("missing", "too_long"):  # of a tuple
         most = max((each["loc"][-1] for each in errors if each["type"] == "missing"), default=0)
