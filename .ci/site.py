@@ -13,11 +13,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from torchmars.config.model import OWN, ModelConfig, model_section
+from torchmars.config.model import OWN, ModelConfig, family_settings, model_section
 from torchmars.config.optimizer import OptimizerConfig
 from torchmars.config.sections import sections_of
 from torchmars.core.check import Interval, form_of, table_in
-from torchmars.core.cli import Option, documentation, once, options_of, section_text
+from torchmars.core.cli import Option, documentation, options_of, section_text, tables_in
 from torchmars.optim.rules import RULES
 
 ROOT = Path(__file__).parents[1]
@@ -108,26 +108,25 @@ def tables() -> Iterator[tuple[str, str, str, list[Option], dict[str, str]]]:
     Those of a family or of a rule have a table of their own.
     """
     sections = sections_of() | {"model": ModelConfig, "optimizer": OptimizerConfig}
-    for name, others, kind in once(sections):
+    names: dict[type, list[str]] = {}
+    for name, kind in tables_in(sections, arrays=True):
+        names.setdefault(kind, []).append(name)
+    for kind, (name, *others) in names.items():
         title = ", ".join(f"[{each}]" for each in (name, *others))
         plain = [each for each in options_of(kind, name) if table_in(each.hint) is None]
         yield name, title, section_text(kind), plain, documentation(kind)
-        for each in options_of(kind, name):
-            inner = table_in(each.hint)
-            if inner and typing.get_origin(each.kind) is list:
-                yield (
-                    each.name,
-                    f"[[{each.name}]]",
-                    section_text(inner),
-                    options_of(inner, each.name),
-                    documentation(inner),
-                )
     common = {each.name for each in options_of(ModelConfig, "model")}
     for family in OWN:
         kind = model_section(family)
         own = [each for each in options_of(kind, "model") if each.name not in common]
         title = f"[model] of {family}"
-        yield f"model.{family}", title, section_text(OWN[family]), own, documentation(kind)
+        yield (
+            f"model.{family}",
+            title,
+            section_text(family_settings(family)),
+            own,
+            documentation(kind),
+        )
     for rule in RULES.values():
         own, title = options_of(rule.config, "optimizer"), f"[optimizer] of {rule.name}"
         text = section_text(type(rule))
