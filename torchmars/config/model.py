@@ -111,26 +111,24 @@ class TransferConfig:
 def model_section(name: str = ModelConfig.name) -> type[ModelConfig]:
     """Return the section [model] of the model called `name`. Raises `UserError`."""
     family: Any = family_settings(name)
-    return _model_section(name, family)
-
-
-@cache
-def _model_section(name: str, family: Any) -> type[ModelConfig]:
-    named = {"name": (Annotated[str, KeyOf(MODELS), Mark.IDENTITY], name)}
-    return _with_fields(model_section, name, ModelConfig, family, named | family_fields(family))
+    return _sections(name, family)[0]
 
 
 def transfer_section(name: str = ModelConfig.name) -> type[TransferConfig]:
     """Return the section [transfer] of the model called `name`. Raises `UserError`."""
     family: Any = family_settings(name)
-    return _transfer_section(name, family)
+    return _sections(name, family)[1]
 
 
 @cache
-def _transfer_section(name: str, family: Any) -> type[TransferConfig]:
+def _sections(name: str, family: Any) -> tuple[type[ModelConfig], type[TransferConfig]]:
+    own = {"name": (Annotated[str, KeyOf(MODELS), Mark.IDENTITY], name)} | family_fields(family)
     shape = shape_fields(family).items()
     of_base = {name: (Annotated[hint | None, Mark.IDENTITY], None) for name, hint in shape}
-    return _with_fields(transfer_section, name, TransferConfig, family, of_base)
+    return (
+        _with_fields(model_section, name, ModelConfig, family, own),
+        _with_fields(transfer_section, name, TransferConfig, family, of_base),
+    )
 
 
 def _with_fields(
