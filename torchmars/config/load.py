@@ -344,7 +344,7 @@ def check_names(
     """Raise `UserError` for the first of dotted `names` that there is not, with what was meant."""
     tables = dict(cli.tables_in(sections, arrays=True))
     known = [*settings_in(sections), *tables]
-    given = name = next((each for each in names if each not in known), "")
+    name = next((each for each in names if each not in known), "")
     if not name:
         return
     while (above := name.rpartition(".")[0]) and above not in tables:
@@ -356,7 +356,7 @@ def check_names(
         named = vars(sections[above])["__dataclass_fields__"]["name"].default
         raise UserError(f'{name} has no meaning for {above}.name = "{named}": remove it ({source})')
     inside = [each for each in known if each.rpartition(".")[0] == above]
-    kind = "key" if "." in name or name == given else "section"
+    kind = "key" if "." in name else "section"
     remedy = meant(name, [*inside, *known]) or f"it may be one of {', '.join(inside)}"
     raise UserError(f"unknown {kind} {name} ({source}): {remedy}")
 
@@ -413,7 +413,7 @@ def flattened(tables: Tables, prefix: str = "") -> dict[str, Any]:
     for key, value in tables.items():
         flat |= (
             flattened(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
+            if isinstance(value, dict) and value
             else {f"{prefix}{key}": value}
         )
     return flat
