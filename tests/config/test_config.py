@@ -223,7 +223,7 @@ def test_mistakes_are_named(args, message, capsys):
         ("--training.compile", True),
         ("--training.compile true --training.compile FALSE", False),
         ("--training.max-grad-norm inf", float("inf")),
-        ("--parallelism.pp_blocks 3,4 5 --parallelism.pp 3", (3, 4, 5)),
+        ("--optimizer.betas 0.8,0.95", (0.8, 0.95)),
         ("--evaluation.tasks -a b", ["-a", "b"]),
         ("--evaluation.tasks", []),
         ("--validation.sample_prompt=--x", "--x"),

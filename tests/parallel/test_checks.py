@@ -57,8 +57,6 @@ def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
         ),
         (8, {"pp": 8}, "8 pipeline stages cannot share 4 blocks: lower parallelism.pp = 8$"),
         (4, {"pp": 4, "pp_schedule": "Interleaved1F1B"}, 'pp = 4, or choose .*"1F1B"'),
-        (2, {"pp": 2, "pp_blocks": (1, 2)}, r"pp_blocks = \[1, 2\] deals out 3 blocks"),
-        (2, {"pp": 2, "pp_blocks": (1, 1, 2)}, "names 3 stages for parallelism.pp = 2: 1F1B"),
         (
             2,
             {"pp": 2, "training": {"microbatch_size": 16}},
@@ -106,7 +104,6 @@ def test_what_does_not_fit_is_named(ranks, settings, message):
         (8, {"tp": 2, "cp": 2}),
         (4, {"tp": 2, "model": LLAMA}),
         (8, {"pp": 2, "tp": 2, "cp_method": "ulysses", "cp": 2}),
-        (2, {"pp": 2, "pp_blocks": (1, 3)}),
         (2, {"pp": 2, "training": {"compile": True}, "activations": {"mode": "selective"}}),
         (16, {"training": {"float8": FLOAT8}}),
         (8, {"cp": 2, "reshard_after_forward": 4}),  # weights are sharded over cp too

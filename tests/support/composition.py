@@ -417,12 +417,6 @@ def drawn_layout(at, ranks, model):
         settings["ep"] = at.choice([each for each in (2, 3, 4) if inner % each == 0])
     if "pp" in settings:
         settings["pp_schedule"] = at.choice(["GPipe", "1F1B", "Interleaved1F1B"])
-        if (
-            settings["pp"] == 2
-            and settings["pp_schedule"] != "Interleaved1F1B"
-            and at.random() < 0.3
-        ):
-            settings["pp_blocks"] = [model["n_layer"] - 1, 1]
     if "cp" in settings:
         settings["cp_method"] = at.choice(["all-gather", "ulysses"])
     settings["accumulate"] = at.choice(["sharded", "sharded", "reduced", "whole"])

@@ -8,8 +8,6 @@ from torchmars.core.check import Interval
 from torchmars.core.words import counted, divisor_of
 
 PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B"]
-# Each rank has one stage.
-SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
 Accumulation = Literal["sharded", "reduced", "whole"]
 Resharding = Positive | Literal["auto", "always", "never"]
 
@@ -60,10 +58,8 @@ class ParallelismConfig:
     pp: Positive = 1
     """Ranks over which the blocks are dealt out (pipeline parallelism)."""
     pp_schedule: PipelineSchedule = "1F1B"
-    """The order in which a pipeline works on microbatches, by torch's names."""
-    pp_blocks: tuple[Positive, ...] | None = None
-    """Blocks of each pipeline stage, from the first to the last. Default: cut by cost; one stage
-    on each rank for GPipe and 1F1B, two for the others. Their number is a multiple of pp."""
+    """The order in which a pipeline works on microbatches, by torch's names. GPipe and 1F1B have
+    one stage on each rank, Interleaved1F1B two."""
 
     reshard_after_forward: Resharding = "auto"
     """Whether a block frees the weights that it gathered after the forward pass, and gathers them
@@ -82,7 +78,8 @@ class ParallelismConfig:
     then computes. The GPU has the weights of a block only while it computes with them."""
 
     def check(self) -> None:
-        """Raise `UserError` for a dp_shard that is neither -1 nor a size, and for odd stages."""
+        """Raise `UserError` for a dp_shard that is neither -1 nor a size, and for groups that
+        do not go with other axes."""
         require(
             self.dp_shard == -1 or self.dp_shard >= 1,
             f"parallelism.dp_shard must be -1 (the rest) or at least 1, got {self.dp_shard}",
@@ -93,18 +90,6 @@ class ParallelismConfig:
             not isinstance(self.reshard_after_forward, int) or not others,
             f"parallelism.reshard_after_forward = {self.reshard_after_forward!r} does not go with "
             f'{" and ".join(others)}: FSDP2 makes such groups of all ranks alone. Choose "auto"',
-        )
-        if self.pp_blocks is None:
-            return
-        count = len(self.pp_blocks)
-        if self.pp_schedule in SINGLE_STAGE_SCHEDULES:
-            wanted, fits = "one stage for each rank", count == self.pp
-        else:
-            wanted, fits = "the same number of stages for each rank", count % self.pp == 0 < count
-        require(
-            fits,
-            f"parallelism.pp_blocks names {count} stages for parallelism.pp = {self.pp}: "
-            f"{self.pp_schedule} takes {wanted}",
         )
 
     def blocks_reshard(self, shards: int) -> bool | int:
@@ -120,9 +105,7 @@ class ParallelismConfig:
     @property
     def stages(self) -> int:
         """Stages of the whole pipeline."""
-        if self.pp_blocks is not None:
-            return len(self.pp_blocks)
-        return self.pp * (1 if self.pp == 1 or self.pp_schedule in SINGLE_STAGE_SCHEDULES else 2)
+        return self.pp * (2 if self.pp > 1 and self.pp_schedule == "Interleaved1F1B" else 1)
 
     def degrees(self, world_size: int) -> Degrees:
         """Return the sizes of all axes on `world_size` ranks.

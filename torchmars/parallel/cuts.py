@@ -89,22 +89,16 @@ def sequence_unit(cp: int, tp: int) -> int:
 def blocks_of_stages(model: Model, parallelism: ParallelismConfig) -> list[range]:
     """Return the numbers of the blocks of each stage of a pipeline.
 
-    The stages follow `parallelism.pp_blocks`, or else are cut so that the costliest is as cheap as
-    can be. Raises `UserError` for more stages than blocks, and for blocks that do not add up.
+    The costliest stage is as cheap as can be. Raises `UserError` for more stages than blocks.
     """
     blocks, stages = len(model.blocks), parallelism.stages
-    if parallelism.pp_blocks is not None and sum(parallelism.pp_blocks) != blocks:
-        raise UserError(
-            f"parallelism.pp_blocks = {list(parallelism.pp_blocks)} deals out "
-            f"{sum(parallelism.pp_blocks)} blocks, the model has {blocks}"
-        )
     if blocks < stages:
         single = ', or choose parallelism.pp_schedule = "1F1B", which has one stage a rank'
         raise UserError(
             f"{stages} pipeline stages cannot share {blocks} blocks: lower parallelism.pp = "
             f"{parallelism.pp}{single if parallelism.pp <= blocks else ''}"
         )
-    counts = parallelism.pp_blocks or even_counts(blocks, stages, head_in_blocks(model))
+    counts = even_counts(blocks, stages, head_in_blocks(model))
     starts = [sum(counts[:stage]) for stage in range(stages + 1)]
     return [range(first, last) for first, last in zip(starts, starts[1:])]
 

@@ -16,7 +16,7 @@ SHOWN = 8  # layouts of the table
 SHORTEST = 1024  # tokens of a sequence on a rank, below which kernels are slow
 # The options that are tried, besides the config's own.
 TRIED = {
-    "parallelism": "dp_replicate dp_shard tp cp ep pp pp_schedule pp_blocks accumulate".split(),
+    "parallelism": "dp_replicate dp_shard tp cp ep pp pp_schedule accumulate".split(),
     "training": ["microbatch_size"],
     "activation_checkpoint": ["mode"],
 }
@@ -88,7 +88,7 @@ def planned(config: ResolvedConfig, world_size: int, per_node: int) -> Iterator[
         if world_size % (tp * pp * cp) or cp > longest or pp > costs.model.n_layer:
             continue
         replicas = sorted({1, math.gcd(copies, max(1, world_size // per_node))})
-        axes = dict(tp=tp, pp=pp, cp=cp, ep=ep, dp_shard=-1, pp_blocks=None)
+        axes = dict(tp=tp, pp=pp, cp=cp, ep=ep, dp_shard=-1)
         schedules = ("1F1B", "Interleaved1F1B")[: 1 + (pp > 1)]
         forms = product(schedules, sizes, replicas, ("sharded", "whole"), MODES)
         for schedule, size, dp_replicate, accumulate, mode in forms:
