@@ -21,14 +21,14 @@ from torchmars.optim.matrices.exchange import OwnerLoads
 from torchmars.parallel.checks import check_layout
 from torchmars.planning.memory import LayoutMemory, ModelCosts, RankMemory
 from torchmars.planning.traffic import Sent, groups_of, owners_of, traffic_of
-from torchmars.records.gpus import GIB, GPUS
+from torchmars.records.gpus import GIB
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepared_data
 
 # The cluster that plans assume: H100s, eight on a machine, and a good network.
-GPU = GPUS["H100"]
+GPU_GIB = 80
 RESERVED = 8 * GIB  # of each GPU: CUDA, NCCL and a fragmented allocator
-MEMORY = GPU.memory_gib * GIB - RESERVED  # the rest of it
+MEMORY = GPU_GIB * GIB - RESERVED  # the rest of it
 FLOPS = 400e12  # per second, that the training of large models reaches in bfloat16
 NETWORK = 50e9  # bytes per second of each GPU between machines: 400 Gb/s
 NVLINK = 350e9  # bytes per second of each GPU within a machine, that collectives reach

@@ -9,7 +9,7 @@ from torchmars.core.console import labelled
 from torchmars.core.words import counted, duration, table
 from torchmars.models.base import factors_of
 from torchmars.parallel.layout import describe_layout
-from torchmars.planning.plan import GPU, MEMORY, SPEEDS, Plan
+from torchmars.planning.plan import GPU_GIB, MEMORY, SPEEDS, Plan
 from torchmars.planning.traffic import axes_of
 from torchmars.records.gpus import GIB
 from torchmars.training.summary import summary
@@ -207,7 +207,7 @@ def warnings(plan: Plan) -> Iterator[str]:
         size = plan.microbatches[0]
         lower = f"training.microbatch_size = {size}" if size > 1 else "training.seq_len"
         yield (
-            f"the peak of {peak / GIB:.1f} GiB does not fit a GPU of {GPU.memory_gib} GiB, which "
+            f"the peak of {peak / GIB:.1f} GiB does not fit a GPU of {GPU_GIB} GiB, which "
             f"leaves about {MEMORY / GIB:.0f}: lower {lower}, use more ranks, or look for another "
             "layout (--find)"
         )

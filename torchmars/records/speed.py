@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchmars.core.device import is_gpu
-from torchmars.records.gpus import GIB, GPUS
+from torchmars.records.gpus import GIB, PEAK_FLOPS
 
 # Time besides training: validation, evaluation, saves.
 PAUSED = "paused"
@@ -76,8 +76,15 @@ def peak_flops(device: torch.device) -> float | None:
     """Return the device's peak FLOP/s in bfloat16; None if it is not known."""
     if not is_gpu(device.type):
         return None
+    return PEAK_FLOPS.get(torch.get_device_module(device).get_device_name(device))
+
+
+def mfu_note(device: torch.device) -> str | None:
+    """Return a line where a GPU's peak is not known; None where it is, and for CPUs."""
+    if not is_gpu(device.type) or peak_flops(device):
+        return None
     name = torch.get_device_module(device).get_device_name(device)
-    return next((gpu.peak_flops for part, gpu in GPUS.items() if part in name), None)
+    return f"no MFU is reported: the peak of this GPU is not known ({name})"
 
 
 def peak_memory(device: torch.device) -> float:

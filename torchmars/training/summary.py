@@ -13,6 +13,7 @@ from torchmars.models.base import base_of
 from torchmars.optim import MARS
 from torchmars.optim.rules import RULES
 from torchmars.parallel.layout import Layout
+from torchmars.records.speed import mfu_note
 
 if TYPE_CHECKING:  # it brings seconds of torch that a plan has no use for
     from torchmars.training.checkpointer import Resumed, RunState
@@ -40,8 +41,9 @@ def introduction(
         lines += labelled("warning", slow)
     lines += labelled("data", *data_lines(config.training, data, resumed.state))
     lines += continuation(config, resumed)
-    note = eager_note(config, layout.device, compiles, layout.group("tp").size)
-    return lines + labelled("note", note) if note else lines
+    eager = eager_note(config, layout.device, compiles, layout.group("tp").size)
+    notes = [each for each in (eager, mfu_note(layout.device)) if each]
+    return lines + [line for note in notes for line in labelled("note", note)]
 
 
 def summary(
