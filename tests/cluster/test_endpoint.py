@@ -104,7 +104,7 @@ def test_a_job_whose_number_is_high_has_a_port_below_those_that_systems_give_awa
 def test_a_token_of_any_bytes_signs_and_no_error_repeats_it():
     token = os.fsdecode(b"\xff\xfe secret")
     assert read_environment({"RDZV_TOKEN": token}).RDZV_TOKEN == token
-    sizes = UsableSizes(MinMax(1, 1), [1], 1, 1, None)
+    sizes = UsableSizes(MinMax(1, 1), [1], 1, 1)
     machine = Machines("run", Self("a", "127.0.0.1", sizes, 60.0, secret=token))
     sealed = machine._sealed("key", "text")
     assert machine._opened("key", sealed.encode()) == "text" and "secret" not in sealed

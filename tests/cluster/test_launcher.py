@@ -6,23 +6,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from torchmars.cluster.failures import RankLogs, keep_apart
 from torchmars.cluster.launcher import Job, RankLauncher
+from torchmars.cluster.process import STOPPING
 from torchmars.cluster.rendezvous import Machines, Self
 from torchmars.cluster.sizes import MinMax, UsableSizes
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_STOPPED, EXIT_UNCONNECTED
 
 
+def launcher(folder, command, ranks):
+    """The launcher of the one machine of a run."""
+    logs = RankLogs(folder / "logs", folder, {0})
+    own = Self("n1", "127.0.0.1", UsableSizes(MinMax(1, 1), [1], ranks, 1), 60.0)
+    job = Job(command, ranks, "n1:29400", logs, folder / "hang", 0, lambda: 0, print)
+    return RankLauncher(job, Machines("run", own))
+
+
 @pytest.fixture
 def ending(tmp_path, monkeypatch, capsys):
-    """Let a launcher end by an error, after a rank has left an exit code, or none has."""
+    """Let a launcher end by an error, after a rank has left an exit code, or none has.
+
+    Signals come while it leaves the run, and change nothing.
+    """
+    handlers = {}
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
 
     def end(error, left=None):
         def meet():
@@ -30,11 +45,13 @@ def ending(tmp_path, monkeypatch, capsys):
             made.exit_code_file.write_text("" if left is None else str(left))
             raise error
 
-        logs = RankLogs(tmp_path / "logs", tmp_path, {0})
-        own = Self("n1", "127.0.0.1", UsableSizes(MinMax(1, 1), [1], 1, 1, None), 60.0)
-        job = Job([], 1, "n1:29400", logs, tmp_path / "hang", 0, lambda: 0, print)
-        made = RankLauncher(job, Machines("run", own))
-        made.meeting.next_rendezvous = meet
+        def leave():
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGQUIT):
+                handlers[number](number, None)
+                made.meeting.look()
+
+        made = launcher(tmp_path, [], 1)
+        made.meeting.next_rendezvous, made.meeting.shutdown = meet, leave
         code = made.run()
         out, err = capsys.readouterr()
         return code, out + err
@@ -59,6 +76,27 @@ def test_a_launcher_whose_ranks_have_saved_says_what_it_has_lost(ending):
 def test_a_signal_before_any_rank_could_save_is_one_line(ending):
     line = "stopped   by SIGINT before it could save; the same command resumes\n"
     assert ending(SignalException("ended", signal.SIGINT)) == (130, line)
+
+
+def test_a_signal_while_torch_starts_the_ranks_leaves_none_behind(tmp_path, monkeypatch, capfd):
+    """It has no name yet for those that it has started."""
+    started, before = [], {each: signal.getsignal(each) for each in [*STOPPING, signal.SIGQUIT]}
+
+    class Signalled(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self.pid)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess_handler, "Popen", Signalled)
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    try:
+        assert launcher(tmp_path, sleep, 2).run() == 128 + signal.SIGTERM
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert len(started) == 2 and not any(map(psutil.pid_exists, started))
+    assert "stopped   by SIGTERM before it could save" in capfd.readouterr().out
 
 
 def test_an_error_of_a_launcher_is_one_line(ending):

@@ -69,7 +69,7 @@ class Meeting:
         self.store, self.machines = HashStore(), {}
 
     def __call__(self, name, usable=(1, 2, 3), asked=None, connect=None, **own):
-        sizes = UsableSizes(asked or MinMax(1, 3), usable, 1, 1, None)
+        sizes = UsableSizes(asked or MinMax(1, 3), usable, 1, 1)
         own = Self(name, "127.0.0.1", sizes, **{"timeout": 300.0, "join_seconds": 0.0} | own)
         self.machines[name] = Machines(RUN, own, connect or (lambda: self.store))
         return self.machines[name]
@@ -145,6 +145,28 @@ def test_a_machine_is_lost_once_its_beats_do_not_change(meeting, monkeypatch):
     stands.set()
     until(lambda: b.num_nodes_waiting())
     assert b.change_in_words() == "the other machines go on without this one"
+
+
+def test_a_machine_that_beats_and_never_ends_its_round_is_given_up(meeting, monkeypatch):
+    """Its launcher may hang where it beats no less."""
+    monkeypatch.setattr(rendezvous, "BACK_SECONDS", 0.5)
+    a = meeting("a", usable=(1, 2), asked=MinMax(1, 2))
+    meeting("b", usable=(1, 2), asked=MinMax(1, 2))
+    meeting.meet("a", "b")
+    a.end_round("a reason")
+    assert meeting.meet("a") == {"a": (0, 1)}
+    assert a.change_in_words() == "a reason, b did not come back"
+    assert meeting.machines["b"].change_in_words() == "the other machines go on without this one"
+
+
+def test_a_machine_that_beats_and_is_never_done_keeps_no_other_from_the_end(meeting, monkeypatch):
+    monkeypatch.setattr(rendezvous, "BACK_SECONDS", 0.5)
+    a = meeting("a", usable=(1, 2), asked=MinMax(1, 2))
+    b = meeting("b", usable=(1, 2), asked=MinMax(1, 2))
+    meeting.meet("a", "b")
+    assert a.done(75) and a.exit_code() == 75
+    until(b.is_closed)
+    assert b.exit_code() == 75
 
 
 def test_seconds_by_the_number_of_machines():
@@ -282,7 +304,7 @@ def test_an_old_document_is_not_put_back(meeting):
 
 
 def test_a_document_of_another_run_is_not_signed_for_this_one():
-    own = Self("a", "127.0.0.1", UsableSizes(MinMax(1, 1), [1], 1, 1, None), 60.0, secret="one")
+    own = Self("a", "127.0.0.1", UsableSizes(MinMax(1, 1), [1], 1, 1), 60.0, secret="one")
     here, there = Machines("one", own), Machines("two", own)
     key = here._key("document")
     stored = here._sealed(key, "text")

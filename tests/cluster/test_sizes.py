@@ -46,37 +46,34 @@ def test_bounds_that_are_none(text):
 
 
 @pytest.mark.parametrize(
-    "asked,ranks,config,usable,microbatch,whole",
+    "asked,ranks,config,usable,microbatch",
     [
-        ((2, 4), 8, config_of(512), [2, 4], 16, 96),
-        ((2, 4), 8, config_of(480), [2, 3, 4], 5, 96),
-        ((2, 4), 8, config_of(512, 2), [2, 4], 2, 192),
-        ((2, 4), 8, config_of(480, 4), [3], 4, 384),  # 30, 20 or 15 of each rank
-        ((4, 4), 1, config_of(8), [4], 2, 4),
-        ((1, 3), 4, config_of(96, tp=2), [1, 2, 3], 8, 12),
-        ((1, 3), 4, config_of(96, tp=4, cp=2), [2], 96, None),
-        ((1, 4), 2, config_of(32, pp=2), [1, 2, 4], 4, 24),
-        ((1, 2), 4, config_of(32, pp=2, pp_schedule="Interleaved1F1B"), [1, 2], 2, 16),
-        ((1, 4), 2, config_of(32, ep=4), [2, 4], 4, None),
-        ((1, 4), 2, config_of(32, dp_replicate=4), [2, 4], 4, None),
-        ((2, 4), 2, config_of(36, dp_shard=6), [3], 6, None),
-        ((1, 40), 1, config_of(64), [1, 2, 4, 8, 16, 32], 2, None),  # no batch is as large
+        ((2, 4), 8, config_of(512), [2, 4], 16),
+        ((2, 4), 8, config_of(480), [2, 3, 4], 5),
+        ((2, 4), 8, config_of(512, 2), [2, 4], 2),
+        ((2, 4), 8, config_of(480, 4), [3], 4),  # 30, 20 or 15 of each rank
+        ((4, 4), 1, config_of(8), [4], 2),
+        ((1, 3), 4, config_of(96, tp=2), [1, 2, 3], 8),
+        ((1, 3), 4, config_of(96, tp=4, cp=2), [2], 96),
+        ((1, 4), 2, config_of(32, pp=2), [1, 2, 4], 4),
+        ((1, 2), 4, config_of(32, pp=2, pp_schedule="Interleaved1F1B"), [1, 2], 2),
+        ((1, 4), 2, config_of(32, ep=4), [2, 4], 4),
+        ((1, 4), 2, config_of(32, dp_replicate=4), [2, 4], 4),
+        ((2, 4), 2, config_of(36, dp_shard=6), [3], 6),
+        ((1, 40), 1, config_of(64), [1, 2, 4, 8, 16, 32], 2),  # no batch is as large
     ],
 )
-def test_usable_sizes(asked, ranks, config, usable, microbatch, whole):
+def test_usable_sizes(asked, ranks, config, usable, microbatch):
     sizes = sizes_of(config, MinMax(*asked), ranks)
-    assert (sizes.usable, sizes.microbatch_size, sizes.whole_batch) == (usable, microbatch, whole)
+    assert (sizes.usable, sizes.microbatch_size) == (usable, microbatch)
     assert sizes.ranks == [ranks * each for each in usable]
-    if whole:
-        config = config_of(whole, config.training.microbatch_size, **vars(config.parallelism))
-        assert sizes_of(config, MinMax(*asked), ranks).usable == [*range(asked[0], asked[1] + 1)]
 
 
 def test_the_words_of_the_start():
     [line] = sizes_of(config_of(512), MinMax(2, 4), 8).in_words()
     assert line == (
-        "elastic   2 or 4 machines: 16 or 32 ranks; 3 run as 2, and the rest are spares: a "
-        "multiple of 96 as training.global_batch_size uses all; microbatches of 16"
+        "elastic   2 or 4 machines: 16 or 32 ranks; 3 run as 2, and the rest are spares; "
+        "microbatches of 16"
     )
     [line] = sizes_of(config_of(480), MinMax(2, 4), 8).in_words()
     assert line == "elastic   2, 3 or 4 machines: 16, 24 or 32 ranks; microbatches of 5"

@@ -5,12 +5,14 @@ clock and no store. `rendezvous.py` makes changes, one after another.
 """
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, StringConstraints
 from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+from torchmars.core.check import Range, adapter
 
 LARGEST = 1 << 20  # characters of a document
 LONGEST = 1000  # characters of a text in it
@@ -18,6 +20,22 @@ ENDED = "the run has ended"  # in a way that a rank has told
 # How ranks are asked to end after a step. A later one asks for more: that a copy of it is complete
 # in memory, or a checkpoint; that the run stops.
 ASKS = ("", "memory", "save", "stop")
+
+
+def harmless(text: str) -> str:
+    """Return a text of another machine as this one may print it, in a line."""
+    return "".join(each if each.isprintable() else "?" for each in text)[:LONGEST]
+
+
+# What `read_document` believes of a stranger.
+Id = Annotated[str, StringConstraints(pattern="^[0-9a-f]{16}$")]
+Count = Annotated[int, Range(0, 2**53)]
+Last = Annotated[int, Range(-1, 2**53)]
+Text = Annotated[str, AfterValidator(harmless)]
+Name = Annotated[str, AfterValidator(lambda name: harmless(name)[:100])]
+Address = Annotated[str, StringConstraints(max_length=300, pattern=r"^[\w.:%-]+$")]
+Signal = Annotated[str, StringConstraints(pattern="^[A-Z0-9]{1,20}$")]
+About = tuple[Name, Address, Annotated[int, Range(1, 65_535)]]
 
 
 @dataclass
@@ -29,29 +47,30 @@ class Document:
     write the same bytes, and nobody reads a document whose `n` is not higher than what it has seen.
     """
 
-    meeting: str
-    n: int = 0
-    by: str = ""
-    run: int = 0
-    round: int = 0
+    meeting: Id
+    n: Count = 0
+    by: Text = ""
+    run: Count = 0
+    round: Count = 0
     formed: bool = False  # the round goes on
-    bounds: str = ""  # the numbers of machines and ranks that were asked for, in words
-    why: str = ""  # the round before has ended
-    closed: str = ""  # how the run has ended
-    code: int = 0  # the exit code of the run that ended last, and which it was
-    code_of: int = -1
-    failed_in: int = -1  # the last round in which ranks failed, the step by then,
-    failed_at: int = 0
-    failures: int = 0  # and how often they have since the run got further
-    ask: str = ""  # how the ranks of this round are to end after a step: one of `ASKS`
-    members: list[str] = field(default_factory=list)  # of the round, in the order of their ranks
-    was: list[str] = field(default_factory=list)  # members of the round before,
-    expected: list[str] = field(default_factory=list)  # who live and have not come back yet
-    here: list[str] = field(default_factory=list)  # have come to the next round
-    waiting: list[str] = field(default_factory=list)  # for a place, while a round goes on
-    done: list[str] = field(default_factory=list)  # members whose ranks have ended as they should
-    leaving: dict[str, str] = field(default_factory=dict)  # members sent a signal, and its name
-    machines: dict[str, list[Any]] = field(default_factory=dict)  # name, address, free port there
+    bounds: Text = ""  # the numbers of machines and ranks that were asked for, in words
+    why: Text = ""  # the round before has ended
+    closed: Text = ""  # how the run has ended
+    # The exit code of the run that ended last, and which it was.
+    code: Annotated[int, Range(0, 255)] = 0
+    code_of: Last = -1
+    failed_in: Last = -1  # the last round in which ranks failed, the step by then,
+    failed_at: Count = 0
+    failures: Count = 0  # and how often they have since the run got further
+    ask: Literal["", "memory", "save", "stop"] = ""  # how the ranks are to end after a step
+    members: list[Id] = field(default_factory=list)  # of the round, in the order of their ranks
+    was: list[Id] = field(default_factory=list)  # members of the round before,
+    expected: list[Id] = field(default_factory=list)  # who live and have not come back yet
+    here: list[Id] = field(default_factory=list)  # have come to the next round
+    waiting: list[Id] = field(default_factory=list)  # for a place, while a round goes on
+    done: list[Id] = field(default_factory=list)  # members whose ranks have ended as they should
+    leaving: dict[Id, Signal] = field(default_factory=dict)  # members sent a signal, and its name
+    machines: dict[Id, About] = field(default_factory=dict)  # name, address, free port there
 
     def all(self) -> list[str]:
         """Return everyone who should live."""
@@ -71,7 +90,7 @@ class Document:
         vars(self).update(vars(Document(self.meeting, run=self.run + 1, round=self.round + 1)))
         vars(self).update(kept)
 
-    def arrive(self, machine: str, about: list[Any]) -> None:
+    def arrive(self, machine: str, about: About) -> None:
         """Let a machine come to the next round, or wait for a place in this one."""
         self._take_out({machine})
         (self.waiting if self.formed else self.here).append(machine)
@@ -110,12 +129,12 @@ class Document:
         """End the run for all machines."""
         self.closed, self.code, self.code_of = how[:LONGEST], code, self.run
 
-    def finish(self, machine: str, code: int | None) -> None:
-        """Note that all ranks of a machine have ended as they should.
+    def finish(self, machines: Iterable[str], code: int | None) -> None:
+        """Note that all ranks of some members have ended as they should.
 
-        The last one ends the run with their exit code. If that is None, it ends the round.
+        The last ones end the run with their exit code. If that is None, they end the round.
         """
-        self.done.append(machine)
+        self.done += {*machines} - {*self.done}
         if not {*self.done} >= {*self.members}:
             return
         if code is not None:
@@ -167,41 +186,18 @@ def largest(usable: Sequence[int], machines: int) -> int:
 def read_document(text: str) -> Document:
     """Return the document in a text. Raises `RendezvousStateError` unless it can be one."""
     try:
-        raw: Any = json.loads(text) if len(text) <= LARGEST else None
-        found = Document(**raw)
-        for name, value in asdict(Document("")).items():
-            _require(type(raw[name]) is type(value))
-        _check_parts(found)
+        if len(text) > LARGEST:
+            raise ValueError
+        found: Document = adapter(Document).validate_json(text, strict=True, extra="forbid")
+        alone = found.all()
+        named = {*alone, *found.was, *found.leaving}
+        if not (
+            len(alone) == len({*alone})
+            and found.formed == bool(found.members)
+            and {*found.done} <= {*found.members}
+            and named <= found.machines.keys()
+        ):
+            raise ValueError
         return found
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except ValueError:
         raise RendezvousStateError("it is no document of machines") from None
-
-
-def _check_parts(found: Document) -> None:
-    """Raise `ValueError` unless the parts of a document fit each other. Make its texts harmless."""
-    groups = [found.members, found.expected, found.here, found.waiting, found.was, found.done]
-    ids = [each for group in [*groups, [*found.leaving]] for each in group]
-    _require(all(type(each) is str for each in ids))
-    _require(all(re.fullmatch("[0-9a-f]{16}", each) for each in [found.meeting, *found.machines]))
-    numbers = (found.n, found.run, found.round, found.failed_at, found.failures, found.code)
-    _require(all(0 <= each < 2**53 for each in numbers) and found.code < 256)
-    _require(min(found.code_of, found.failed_in) >= -1 and found.ask in ASKS)
-    _require(len(found.all()) == len({*found.all()}) and found.formed == bool(found.members))
-    _require({*ids} <= found.machines.keys() and {*found.done} <= {*found.members})
-    for machine in found.machines.values():
-        name, address, port = machine
-        _require([type(each) for each in machine] == [str, str, int] and 0 < port < 65536)
-        _require(bool(re.fullmatch(r"[\w.:%-]{1,300}", address)))
-        machine[0] = _harmless(name)[:100]
-    for name in ("by", "bounds", "why", "closed"):
-        setattr(found, name, _harmless(getattr(found, name))[:LONGEST])
-    _require(all(re.fullmatch("[A-Z0-9]{1,20}", name) for name in found.leaving.values()))
-
-
-def _harmless(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in text)
-
-
-def _require(holds: bool) -> None:
-    if not holds:
-        raise ValueError

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, start_processes
 from torch.distributed.elastic.rendezvous import (
@@ -72,14 +71,16 @@ class RankLauncher:
 
     def __init__(self, job: Job, meeting: Machines) -> None:
         self.job, self.meeting, self.logs = job, meeting, job.logs
-        meeting.reached, meeting.without_place = self.reached, self._without_place
+        meeting.reached, meeting.heed = self.reached, self._heed
         self.elastic = meeting.own.sizes.asked.elastic
         self.context: PContext | None = None
         scratch = job.logs.scratch
         self.exit_code_file, self.asked_file = scratch / "exit-code", scratch / "asked"
         self.asked, self.starts, self.first_rank = "", 0, 0
-        # The signal that asked this machine to stop, and when it came.
-        self.signalled: tuple[signal.Signals, float] | None = None
+        # Signals that have come, and when; the first that asked this machine to stop.
+        self.noted: list[tuple[int, float]] = []
+        self.signalled: signal.Signals | None = None
+        self.signalled_at = 0.0
         # The step at the last end of a round that others caused, and how many may follow.
         self.furthest, self.fallouts = 0, FALLOUTS + job.max_restarts
         self.last_reached = 0
@@ -87,7 +88,9 @@ class RankLauncher:
     def run(self) -> int:
         """Return the exit code of this machine."""
         meeting, node = self.meeting, process.node()
-        self._catch_signals()
+        # Raised wherever one comes, it would leave ranks behind that torch is about to name.
+        for number in (*process.stopping(), signal.SIGQUIT):
+            signal.signal(number, lambda number, _: self.noted.append((number, time.monotonic())))
         try:
             while (code := self.one_round()) is None:
                 pass
@@ -108,8 +111,7 @@ class RankLauncher:
             say_error(f"the launcher on {node} failed: {type(error).__name__}: {error}")
             return 1
         finally:
-            for number in (*process.stopping(), signal.SIGQUIT):  # it ends within seconds
-                signal.signal(number, signal.SIG_IGN)
+            meeting.heed = lambda: None  # it ends within seconds
             self._kill()
             with contextlib.suppress(Exception):  # what the thread has met was told
                 meeting.shutdown()
@@ -124,8 +126,6 @@ class RankLauncher:
     def one_round(self) -> int | None:
         """Meet, start ranks, wait for their end. Return the run's exit code, if it has ended."""
         meeting = self.meeting
-        if self.signalled and not self.elastic:  # the others may go on
-            raise SignalException("ended", self.signalled[0])
         self._start(meeting.next_rendezvous())
         while not (over := self._over()):
             if meeting.num_nodes_waiting():
@@ -143,7 +143,7 @@ class RankLauncher:
         if code != EXIT_REGROUP:
             return code if meeting.done(code) else self._tell_of_others()
         if meeting.done(None) and self.signalled:
-            return self._say_left(self.signalled[0])
+            return self._say_left(self.signalled)
         return self._tell_of_others(planned=True)
 
     def _left_code(self) -> str:
@@ -179,14 +179,9 @@ class RankLauncher:
             envs[local] = common | {"LOCAL_RANK": str(local), "RANK": rank, "ROLE_RANK": rank}
         args = {local: tuple(job.command[1:]) for local in envs}
         self.starts, self.asked = self.starts + 1, ""
-        # torch sets handlers of its own as it starts: for no signal but this one.
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+        # torch sets handlers of its own as it starts: for no signal but one that none sends here.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
         self.context = start_processes("rank", job.command[0], args, envs, self.logs)
-        self._catch_signals()
-
-    def _catch_signals(self) -> None:
-        for number in (*process.stopping(), signal.SIGQUIT):
-            signal.signal(number, self._take_signal)
 
     def _over(self) -> dict[int, int]:
         """Return the exit codes of ranks here once all have ended, or one has failed.
@@ -228,11 +223,11 @@ class RankLauncher:
     def _failed(self, failures: list[Failure]) -> int | None:
         """Return the run's exit code, since ranks here have failed; None: they start again."""
         meeting, first, job = self.meeting, first_of(failures), self.job
+        doc = meeting.look()
         uncaught = {EXIT_INTERRUPTED, *(-each for each in process.STOPPING)}
         if self.signalled and first.code in uncaught:  # ranks that start
-            raise SignalException("ended", self.signalled[0])
+            raise SignalException("ended", self.signalled)
         deadline = time.monotonic() + WAIT_SECONDS
-        doc = meeting.look()
         alone = doc is None or len(doc.members) < 2
         taken = "address already in use" in first.message.lower()
         while first.is_fallout and not (alone or taken) and time.monotonic() < deadline:
@@ -280,44 +275,42 @@ class RankLauncher:
     def _ask_ranks(self) -> None:
         """Pass on to the ranks how they are to end after a step, since machines leave or come."""
         if self.elastic and self.signalled:
-            self.meeting.leave_after_step(self.signalled[0].name)
+            self.meeting.leave_after_step(self.signalled.name)
         if (asked := self.meeting.asked()) != self.asked:
             with contextlib.suppress(OSError):  # if the disk refuses it, they go on
                 self.asked_file.with_suffix(".new").write_text(asked)
                 self.asked_file.with_suffix(".new").rename(self.asked_file)
                 self.asked = asked
 
-    def _take_signal(self, number: int, frame: FrameType | None) -> None:
-        """Let the ranks save and end. A second signal ends them at once.
+    def _heed(self) -> None:
+        """Let the ranks save and end where a signal has come. A second one ends them at once.
 
-        A machine of an elastic run leaves it after a step. While such machines meet, what the run
-        has reached may be in their memory alone, so this one first starts its ranks again. One that
-        has no part in the run ends, unless the others meet at it.
+        It is called wherever this machine waits. A machine of an elastic run leaves it after a
+        step. While such machines meet, what the run has reached may be in their memory alone, so
+        this one first starts its ranks again. One that has no part in the run ends, unless the
+        others meet at it.
         """
-        sent, meeting, now = signal.Signals(number), self.meeting, time.monotonic()
+        meeting = self.meeting
         in_run = meeting.round >= 0 if self.elastic else self.context is not None
         needed = meeting.own.holds_store if meeting.spare else in_run
-        if number == signal.SIGQUIT or not needed:
-            raise SignalException("ended", sent)
-        if self.signalled is None:
-            self.signalled = sent, now
-            if not self.elastic:
-                self._send(number)
-        elif now - self.signalled[1] > process.ECHO_SECONDS:
-            self._send(signal.SIGKILL)
-            raise SignalException("ended", sent)
+        for number, at in self.noted:
+            sent = signal.Signals(number)
+            second = self.signalled and at > self.signalled_at + process.ECHO_SECONDS
+            if sent == signal.SIGQUIT or second or not needed:
+                self._send(signal.SIGKILL)
+                raise SignalException("ended", sent)
+            if not self.signalled:
+                self.signalled, self.signalled_at = sent, at
+                if not self.elastic:
+                    self._send(sent)
+        self.noted.clear()
+        if self.signalled and not needed:
+            raise SignalException("ended", self.signalled)
 
     def _send(self, number: int) -> None:
         for pid in self.context.pids().values() if self.context else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-    def _without_place(self) -> None:
-        """Say that the others go on without this machine; end it if it is to leave."""
-        text = "the run has no place for this machine now: it takes that of a lost one, or joins"
-        say(*labelled("waits", text))
-        if self.signalled is not None and not self.meeting.own.holds_store:
-            raise SignalException("ended", self.signalled[0])
 
     def _kill(self) -> None:
         """End the ranks here that still run."""

@@ -35,6 +35,7 @@ from torchmars.cluster.document import ASKS, ENDED, LARGEST, Document, largest, 
 from torchmars.cluster.endpoint import free_port
 from torchmars.cluster.environment import beat_seconds, lost_seconds
 from torchmars.cluster.sizes import UsableSizes
+from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError
 
 Change = Callable[[Document], None]
@@ -43,8 +44,9 @@ LOOK_SECONDS = 0.25  # between two looks at the document
 STILL_SECONDS = 1.0  # of a pause between looks that count: this machine may stand still itself
 MARGIN_SECONDS = 2.0  # before a machine's time to come is over, it can still form a round
 LEAVE_SECONDS = 2.0  # for others that are sent the same signal as one which leaves
-BACK_SECONDS = 600.0  # that a machine which beats may take to come back from its round
+BACK_SECONDS = 600.0  # that a machine which beats may take to end its round, and to come back
 END_SECONDS = 5.0  # that the store may take at the end, and the others where they meet here
+WITHOUT_PLACE = "the run has no place for this machine now: it takes that of a lost one, or joins"
 
 
 @dataclass
@@ -79,9 +81,9 @@ class Machines(RendezvousHandler):
         self.lost = lost_seconds(most) if own.lost is None else own.lost or math.inf
         self.me, self.run, self.round = secrets.token_hex(8), -1, -1
         self.spare = False  # others go on without this machine, which waits
-        # The launcher's: the last step that the run has reported; what to do without a place.
+        # The launcher's: the last step that the run has reported; what it does wherever it waits.
         self.reached: Callable[[], int] = lambda: 0
-        self.without_place: Callable[[], None] = lambda: None
+        self.heed: Callable[[], None] = lambda: None
         # When this round began, by this machine's own clock, the step by then; how many machines
         # leave, and since when this one knows.
         self.begun, self.begun_at, self.leaving, self.leaving_since = 0.0, 0, 0, 0.0
@@ -124,7 +126,7 @@ class Machines(RendezvousHandler):
                 deadline = now + self.own.timeout
                 if not self.spare:
                     self.spare = True
-                    self.without_place()
+                    say(*labelled("waits", WITHOUT_PLACE))
             elif doc and self.me in doc.here:
                 if doc.expected:  # they live, and their ranks have not ended yet
                     deadline = now + self.own.timeout
@@ -179,6 +181,7 @@ class Machines(RendezvousHandler):
 
     def look(self) -> Document | None:
         """Return the newest document. Raises what the thread has met, or that nobody answers."""
+        self.heed()
         now = time.monotonic()
         if self.answers != self.heard:
             self.heard, self.unanswered = self.answers, 0.0
@@ -263,15 +266,13 @@ class Machines(RendezvousHandler):
         Their exit code ends the run, or None the round. Returns whether it was so; else another
         thing has ended the round, and the machines meet again.
         """
-
-        def finish(doc: Document) -> None:
-            if self.me not in doc.done:
-                doc.finish(self.me, code)
-
-        doc = self.change_round(finish)
+        doc = self.change_round(lambda doc: doc.finish([self.me], code))
+        patience = time.monotonic() + BACK_SECONDS
         while doc.run == self.run and doc.round == self.round and not doc.closed:
             time.sleep(0.05)
             doc = self.look() or doc
+            if time.monotonic() > patience:  # the launchers of the rest may hang
+                doc = self.change_round(lambda doc: doc.finish(doc.members, code))
         if code is None:
             return doc.round == self.round + 1 and self.me not in doc.all()
         return self.is_closed()

@@ -14,7 +14,6 @@ from torchmars.core.errors import UserError
 from torchmars.core.words import counted
 
 MOST = 100_000
-LARGEST_BATCH = 1_000_000_000  # of training.global_batch_size
 
 
 class MinMax(NamedTuple):
@@ -56,9 +55,6 @@ class UsableSizes(NamedTuple):
     """Ranks of each."""
     microbatch_size: int
     """Sequences of a microbatch: the same for all usable numbers."""
-    whole_batch: int | None
-    """What training.global_batch_size must be a multiple of so that no machine is a spare; None
-    where the layout leaves some, or where no batch is as large."""
 
     @property
     def ranks(self) -> list[int]:
@@ -76,8 +72,6 @@ class UsableSizes(NamedTuple):
         if odd:
             fewer = max(each for each in self.usable if each < odd[0])
             text += f"; {odd[0]} run as {fewer}, and the rest are spares"
-            if self.whole_batch is not None:
-                text += f": a multiple of {self.whole_batch} as training.global_batch_size uses all"
         return labelled("elastic", f"{text}; microbatches of {self.microbatch_size}")
 
 
@@ -88,13 +82,11 @@ def sizes_of(config: ResolvedConfig, asked: MinMax, per_machine: int) -> UsableS
     number is usable.
     """
     training, stages = config.training, config.parallelism.stages
-    numbers = range(asked.fewest, asked.most + 1)
-    data: dict[int, int] = {}  # ranks that read different data, by machines
-    shares: dict[int, int] = {}  # sequences of each of them, where the batch divides
-    for machines in numbers:
+    shares: dict[int, int] = {}  # sequences of each rank, by machines, where the batch divides
+    for machines in range(asked.fewest, asked.most + 1):
         try:
-            data[machines] = config.parallelism.degrees(machines * per_machine).data
-            size, steps = training.microbatches(data[machines], stages)
+            data = config.parallelism.degrees(machines * per_machine).data
+            size, steps = training.microbatches(data, stages)
         except UserError as error:
             reason = error
             continue
@@ -110,9 +102,7 @@ def sizes_of(config: ResolvedConfig, asked: MinMax, per_machine: int) -> UsableS
     size = training.microbatch_size or max(
         each for each in range(1, least // stages + 1) if common % each == 0
     )
-    whole = math.lcm(*data.values()) * stages * (training.microbatch_size or 1)
-    possible = len(data) == len(numbers) and whole <= LARGEST_BATCH
-    return UsableSizes(asked, sorted(shares), per_machine, size, whole if possible else None)
+    return UsableSizes(asked, sorted(shares), per_machine, size)
 
 
 def any_of(numbers: Sequence[int]) -> str:
