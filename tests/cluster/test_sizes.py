@@ -148,7 +148,7 @@ JOB = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH", "SLURM_JOB_NUM_NODES": "4"}
     [
         *[({"NNODES": text}, "NNODES must be ") for text in ("4:2", "0:2", "2:", "a:b", ":2")],
         ({"NNODES": ""}, "NNODES is empty"),
-        ({"NNODES": "2:4", "NODE_RANK": "0"}, "NODE_RANK = 0 has no meaning with NNODES = 2:4: un"),
+        ({"NNODES": "2:4", "NODE_RANK": "0"}, "NODE_RANK = 0 has no meaning with NNODES = 2:4: "),
         (JOB | {"NNODES": "2:8"}, "NNODES = 2:8 is more than the 4 nodes of this job: submit it"),
     ],
 )

@@ -25,14 +25,15 @@ from torchmars.core.errors import (
     LostRank,
     UserError,
     end_at_once,
+    file_errors,
     report_failure,
-    say_error,
 )
 from torchmars.core.files import open_to_write
 from torchmars.core.words import counted
 from torchmars.parallel.layout import Layout
 
 LOOK_SECONDS = 10.0  # how long a new file may take to be seen on other machines
+LONGEST = 2000  # bytes of a rank's report on itself
 
 # Facts that all ranks must share.
 COMMON = ("code of torchmars", "torch", "config", "data.path")
@@ -42,22 +43,15 @@ OWN: dict[str, str] = {}  # variables of the network that this process has set f
 def open_store() -> dist.Store:
     """Open the store of all ranks: a file on one machine, otherwise hosted by rank 0.
 
-    A process that was started alone has one of its own. Raises `UserError` if the file cannot be
-    shared, `LostRank` if rank 0 cannot be reached.
+    A process that was started alone has one of its own. Raises `LostRank` if rank 0 cannot be
+    reached.
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
     if file := os.environ.get(process.STORE_FILE):
-        try:
-            store = dist.FileStore(file)
-            store.set_timeout(process.start_timeout())
-            store.add("opened", 1)  # it locks the file
-            return store
-        except RuntimeError as error:
-            raise UserError(
-                f"the ranks cannot share {file} ({str(error).splitlines()[0]}): set TMPDIR to a "
-                "folder of this machine's own disk"
-            ) from None
+        store = dist.FileStore(file)
+        store.set_timeout(process.start_timeout())
+        return store
     try:
         return next(dist.rendezvous("env://", timeout=process.start_timeout()))[0]
     except RuntimeError as error:  # DistNetworkError, DistStoreError
@@ -156,46 +150,50 @@ def stop() -> None:
 def check_ranks(config: ResolvedConfig, layout: Layout) -> str:
     """Compare the ranks: code, torch, config, data, and whether they share the run's folder.
 
-    Returns a line on the cluster, and another where its devices differ; an empty text for a single
-    machine. Raises `UserError` on every rank where the ranks differ, naming the machine. It takes
-    the whole config, since all of it must be the same.
+    Returns a line on the cluster; an empty text for a single machine. Raises `UserError` on every
+    rank where the ranks differ, naming the machine. It takes the whole config, since all of it must
+    be the same.
     """
-    shared, token, fault = config.run.path / ".shared", secrets.token_hex(), ""
-    if layout.first:
-        fault = write_fault(shared, token)
-    own = own_report(config) | {"token": token, "fault": fault}
-    ranks = [json.loads(text) for text in gather_texts(json.dumps(own), layout)]
-    if not layout.first and process.local_rank() == 0 and not ranks[0]["fault"]:
-        fault = share_fault(shared, ranks[0]["token"])
-    faults = gather_texts(json.dumps(fault), layout)
+    ranks = [json.loads(text) for text in gather_texts(json.dumps(own_report(config)), layout)]
+    first, shared = ranks[0], config.run.path / ".shared"
+    for rank in ranks:
+        for name in COMMON:
+            if rank[name] != first[name]:
+                raise UserError(
+                    f"{rank['node']} has another {name} than {first['node']} "
+                    f"({rank[name] or 'none'} instead of {first[name] or 'none'}): give all the "
+                    "same"
+                )
+
+    def find() -> None:
+        if not layout.first and process.local_rank() == 0:
+            find_shared(shared, first["token"])
+
+    layout.only_first(lambda: write_shared(shared, first["token"]))
+    layout.on_all(find)
     if layout.first:
         with contextlib.suppress(OSError):
             shared.unlink()
-    wrong = differing_machines(ranks, [json.loads(text) for text in faults])
-    if wrong:
-        for line in wrong[:-1] if layout.first else ():
-            say_error(line)
-        raise UserError(wrong[-1])
     return describe_cluster(ranks)
 
 
 def gather_texts(text: str, layout: Layout) -> list[str]:
-    """Return the texts of all ranks, on each: as bytes, of which nothing is unpickled."""
-    own, size = torch.tensor([*text.encode()], dtype=torch.uint8), layout.world.size
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(own)]), group=layout.control)
-    longest = max(int(each) for each in lengths)
-    padded = torch.nn.functional.pad(own, (0, longest - len(own)))
-    found = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(found, padded, group=layout.control)
-    return [
-        bytes(each[: int(length)].tolist()).decode()
-        for each, length in zip(found, lengths, strict=True)
-    ]
+    """Return the texts of all ranks, on each: as bytes, of which nothing is unpickled.
+
+    Spaces fill them up to `LONGEST`.
+    """
+    own = torch.tensor([*text.encode().ljust(LONGEST)], dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(layout.world.size)]
+    dist.all_gather(found, own, group=layout.control)
+    return [bytes(each.tolist()).decode() for each in found]
 
 
 def own_report(config: ResolvedConfig) -> dict[str, str]:
     """Return this rank's report on itself."""
+
+    def hashed(content: bytes) -> str:
+        return hashlib.sha256(content).hexdigest()[:12]
+
     manifests = [Path(corpus.path) / "manifest.json" for corpus in config.data.corpora()]
     contents = [file.read_bytes() for file in manifests if file.exists()]
     package = Path(__file__).parents[1]
@@ -204,68 +202,40 @@ def own_report(config: ResolvedConfig) -> dict[str, str]:
         for file in sorted(package.rglob("*.py"))
     ]
     return {
-        "node": process.node(),
-        "code of torchmars": short_hash(b"".join(code)),
+        "node": process.node()[:100],
+        "code of torchmars": hashed(b"".join(code)),
         "torch": torch.__version__,
-        "config": short_hash(config_text(config).encode()),
-        "data.path": short_hash(b"".join(contents)) if contents else "",
+        "config": hashed(config_text(config).encode()),
+        "data.path": hashed(b"".join(contents)) if contents else "",
         "device": gpu_name(process.local_rank()),
+        "token": secrets.token_hex(),
     }
 
 
-def short_hash(content: bytes) -> str:
-    """Return the beginning of a SHA-256."""
-    return hashlib.sha256(content).hexdigest()[:12]
-
-
-def write_fault(file: Path, text: str) -> str:
-    """Write a file in the run's folder. Return why that cannot be done; empty if it can."""
-    try:
+def write_shared(file: Path, text: str) -> None:
+    """Write a file in the run's folder. Raises `UserError` if that cannot be done."""
+    remedy = "set run.folder to a folder that all machines can write"
+    with file_errors(f"{process.node()} cannot write to {file.parent}", remedy):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)  # whatever somebody has left there
         with open(file, "w", opener=open_to_write) as stream:
             stream.write(text)
-    except OSError as error:
-        return (
-            f"cannot write to {file.parent} ({error.strerror}): "
-            "set run.folder to a folder that all machines can write"
-        )
-    return ""
 
 
-def share_fault(shared: Path, text: str) -> str:
-    """Return why the run's folder is not shared with the first machine; empty if it is.
-
-    That one has written `text` to a file there.
-    """
+def find_shared(file: Path, text: str) -> None:
+    """Wait for the file to which the first machine has written `text`; `UserError` without it."""
     deadline = time.monotonic() + LOOK_SECONDS
-    while not (shared.is_file() and shared.read_text() == text):
+    while not (file.is_file() and file.read_text() == text):
         if time.monotonic() > deadline:
-            return (
-                f"does not see what the first machine writes to {shared.parent}: "
+            raise UserError(
+                f"{process.node()} does not see what the first machine writes to {file.parent}: "
                 "set run.folder to a file system that all share"
             )
         time.sleep(0.1)
-    return ""
-
-
-def differing_machines(ranks: list[dict[str, str]], faults: list[str]) -> list[str]:
-    """Return a line for each machine and each thing that must be the same and is not."""
-    first, lines = ranks[0], []
-    for rank, fault in zip(ranks, faults, strict=True):
-        lines += [
-            f"{rank['node']} has another {name} than {first['node']} "
-            f"({rank[name] or 'none'} instead of {first[name] or 'none'}): give all the same"
-            for name in COMMON
-            if rank[name] != first[name]
-        ]
-        if fault:
-            lines.append(f"{rank['node']} {fault}")
-    return list(dict.fromkeys(lines))
 
 
 def describe_cluster(ranks: list[dict[str, str]]) -> str:
-    """Return lines on the cluster, with anything unusual; nothing for a single machine."""
+    """Return a line on the machines and their devices; nothing for a single machine."""
     nodes = Counter(rank["node"] for rank in ranks)
     if len(nodes) == 1:
         return ""
@@ -274,9 +244,4 @@ def describe_cluster(ranks: list[dict[str, str]]) -> str:
     names = ", ".join(f"{count} x {device}" for device, count in devices.items())
     some = ", ".join([*nodes][:8] + ["..."] * (len(nodes) > 8))
     text = f"{len(nodes)} machines ({some}), {counts} on each: {names}"
-    lines = labelled("cluster", text)
-    if len(devices) > 1:
-        first = {rank["device"]: rank["node"] for rank in reversed(ranks)}
-        places = ", ".join(f"{device} on {first[device]}" for device in devices)
-        lines += labelled("warning", f"devices differ, and the slowest sets the pace: {places}")
-    return "\n".join(lines)
+    return "\n".join(labelled("cluster", text))

@@ -7,7 +7,7 @@ clock and no store. `rendezvous.py` makes changes, one after another.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, StringConstraints
 from torch.distributed.elastic.rendezvous import RendezvousStateError
@@ -34,6 +34,7 @@ Last = Annotated[int, Range(-1, 2**53)]
 Text = Annotated[str, AfterValidator(harmless)]
 Name = Annotated[str, AfterValidator(lambda name: harmless(name)[:100])]
 Address = Annotated[str, StringConstraints(max_length=300, pattern=r"^[\w.:%-]+$")]
+Ask = Annotated[str, StringConstraints(pattern=f"^({'|'.join(ASKS)})$")]
 Signal = Annotated[str, StringConstraints(pattern="^[A-Z0-9]{1,20}$")]
 About = tuple[Name, Address, Annotated[int, Range(1, 65_535)]]
 
@@ -62,7 +63,7 @@ class Document:
     failed_in: Last = -1  # the last round in which ranks failed, the step by then,
     failed_at: Count = 0
     failures: Count = 0  # and how often they have since the run got further
-    ask: Literal["", "memory", "save", "stop"] = ""  # how the ranks are to end after a step
+    ask: Ask = ""  # how the ranks of this round are to end after a step
     members: list[Id] = field(default_factory=list)  # of the round, in the order of their ranks
     was: list[Id] = field(default_factory=list)  # members of the round before,
     expected: list[Id] = field(default_factory=list)  # who live and have not come back yet

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import tempfile
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from torchmars.cluster.scheduler import (
     number_of,
 )
 from torchmars.cluster.sizes import MinMax, read_bounds
-from torchmars.core.check import Range, make, whole_number
+from torchmars.core.check import Range, make, read_words, whole_number
 from torchmars.core.errors import UserError
 from torchmars.core.files import check_writable, own_cores
 
@@ -82,15 +81,10 @@ class Environment:
                 f"LOST_SECONDS = {self.LOST_SECONDS} must be 0 or at least {least}: "
                 f"{machines} machines show every {beat_seconds(machines)} s that they live"
             )
-        if self.NODE_RANK is not None and self.NNODES.elastic:
+        if self.NODE_RANK is not None and (self.NNODES.elastic or self.NODE_RANK >= machines):
             raise UserError(
-                f"NODE_RANK = {self.NODE_RANK} has no meaning with {nodes} = {self.NNODES}: unset "
-                "it, since machines that come and go have no fixed numbers"
-            )
-        if self.NODE_RANK is not None and self.NODE_RANK >= machines:
-            raise UserError(
-                f"NODE_RANK = {self.NODE_RANK} must be less than {nodes} = "
-                f"{machines}: machines are numbered from 0"
+                f"NODE_RANK = {self.NODE_RANK} has no meaning with {nodes} = {self.NNODES}: "
+                "machines are numbered from 0, and those that come and go are not"
             )
         if self.NGPU is not None:
             check_shown(self.LOG_RANK, self.NGPU)
@@ -189,23 +183,13 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
     """
     hint = typing.get_type_hints(Environment, include_extras=True)[name]
     source = source or name
-    if name == "RDZV_ENDPOINT":
-        read: Any = value
-    elif not value:
+    if not value and name != "RDZV_ENDPOINT":
         raise UserError(f"{source} is empty: set it, or unset it for its default")
-    elif name == "NNODES":
+    if name == "NNODES":
         return read_bounds(value, source)
-    elif name == "RDZV_TOKEN":  # of any bytes, and no error repeats it
+    if name in ("RDZV_ENDPOINT", "RDZV_TOKEN"):  # of any bytes, and no error repeats a token
         return value
-    elif name == "LOG_RANK":
-        read = [whole_number(part) for part in value.split(",")]
-        if any(isinstance(part, str) for part in read):
-            raise UserError(
-                f"{source} must be numbers of a machine's ranks, separated by commas, got {value!r}"
-            )
-    else:
-        read = whole_number(value)
-    return make(hint, read, name=source)
+    return read_words([value], hint, source)
 
 
 def split_endpoint(endpoint: str, source: str = "RDZV_ENDPOINT") -> tuple[str, int]:
@@ -228,20 +212,8 @@ def check_shown(shown: list[int], ranks: int, source: str = "LOG_RANK") -> None:
     """Raise `UserError` if `source` names a rank that a machine of `ranks` ranks has not."""
     if max(shown) >= ranks:
         raise UserError(
-            f"{source} must be numbers of a machine's ranks, below {ranks}, separated "
-            f"by commas, got {max(shown)}"
+            f"{source} must be numbers of a machine's ranks, below {ranks}, got {max(shown)}"
         )
-
-
-def check_temporary_folder() -> None:
-    """Raise `UserError` if no temporary file can be made, as torch and its launcher do."""
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError:
-        raise UserError(
-            "no temporary file can be made: make room in /tmp, or set TMPDIR to a folder you can "
-            "write"
-        ) from None
 
 
 def keep_compiled_in(folder: Path, option: str = "run.folder") -> None:

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from torchmars.cluster.document import ASKS, ENDED, LARGEST, Document, largest, read_document
+from torchmars.cluster.document import ASKS, ENDED, LARGEST, About, Document, largest, read_document
 from torchmars.cluster.endpoint import free_port
 from torchmars.cluster.environment import beat_seconds, lost_seconds
 from torchmars.cluster.sizes import UsableSizes
@@ -109,7 +109,7 @@ class Machines(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the machines of the next round. Raises `UserError` for other sizes."""
-        begin, about = time.monotonic(), [self.own.name, self.own.address, free_port()]
+        begin, about = time.monotonic(), (self.own.name, self.own.address, free_port())
         deadline, self.spare = begin + self.own.timeout, False
         seen, since = -1, begin  # the round, and when it was first seen
         while True:
@@ -324,7 +324,7 @@ class Machines(RendezvousHandler):
         missing = doc.names({*doc.was} - {*doc.here}) or "too many"
         return f"{missing} did not come back in {self.own.timeout:g} s, nor another machine instead"
 
-    def _arrive(self, doc: Document, about: list[object]) -> None:
+    def _arrive(self, doc: Document, about: About) -> None:
         sizes = self.own.sizes
         bounds = f"NNODES = {sizes.asked} and NGPU = {sizes.per_machine}"
         if self.run < 0 and (doc.closed or (doc.n and not doc.all())):

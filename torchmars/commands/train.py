@@ -1,7 +1,7 @@
 """Check a config and train it on this machine's ranks.
 
-The config is checked first, then the variables of run_train.sh, both before torch is imported: a
-mistake is reported in less than a second. Then launch.py starts the ranks.
+The variables of run_train.sh are checked first, before torch is imported: a mistake is reported in
+less than a second. Then the config is checked, and launch.py starts the ranks.
 """
 
 import logging
@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from torchmars.config.load import load_command, require_config
+from torchmars.config.load import load_sources, require_config, validate
 from torchmars.core import console
 from torchmars.core.errors import EXIT_STOPPED, Ended, UserError, exit_on_user_error
 
@@ -34,19 +34,18 @@ def main() -> None:
     with exit_on_user_error():
         if sys.argv[1:2] == [""]:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
-        options, config, rest = load_command(Train, sys.argv[1:], "torchmars train")
-        require_config(rest)
+        options, sources, rest = load_sources(Train, sys.argv[1:], "torchmars train")
         # Not at the top: help needs nothing of processes.
         from torchmars.cluster import environment, process, scheduler, sizes
 
         process.follow_caller()
         variables = environment.read_environment(os.environ)
-        environment.check_temporary_folder()
         by_script = options.prepare or options.prepared or options.complete
-        if not (
-            by_script and scheduler.in_batch_job(os.environ)
-        ):  # run_train.sh counts a job's machines
+        in_job = scheduler.in_batch_job(os.environ)
+        if not (by_script and in_job):  # run_train.sh counts a job's machines
             environment.check_copies(os.environ, variables.NNODES)
+        config = validate(sources)
+        require_config(rest)
         if options.complete:
             from torchmars.records.overview import is_complete  # it brings numpy
 
