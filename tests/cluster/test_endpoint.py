@@ -44,7 +44,7 @@ JOB = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH"}
 @pytest.fixture
 def variables(monkeypatch):
     """Set variables of the environment, and none else that tells of a rendezvous."""
-    for name in ("RDZV_ENDPOINT", "NODE_RANK", "GLOO_SOCKET_IFNAME", *JOB):
+    for name in ("RDZV_ENDPOINT", "GLOO_SOCKET_IFNAME", *JOB):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RDZV_TIMEOUT", "1")
     return lambda values: [monkeypatch.setenv(*each) for each in values.items()]
@@ -58,9 +58,9 @@ def test_an_endpoint_that_cannot_be_is_a_line(variables, host, job):
         other.bind(("127.0.0.1", 0))
         other.listen()
         endpoint = f"{host}:{other.getsockname()[1]}"
-        variables({"NODE_RANK": "0", **job})
+        variables(job)
         with pytest.raises(UserError) as caught:
-            find_store(endpoint)
+            find_store(endpoint, 0)
     said = str(caught.value)
     assert f"RDZV_ENDPOINT = {endpoint}" in said and "NNODES" not in said
     assert isinstance(caught.value, NotMet) == (bool(job) and host == "127.0.0.1")

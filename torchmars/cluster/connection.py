@@ -170,10 +170,12 @@ def check_ranks(config: ResolvedConfig, layout: Layout) -> str:
             find_shared(shared, first["token"])
 
     layout.only_first(lambda: write_shared(shared, first["token"]))
-    layout.on_all(find)
-    if layout.first:
-        with contextlib.suppress(OSError):
-            shared.unlink()
+    try:
+        layout.on_all(find)
+    finally:
+        if layout.first:
+            with contextlib.suppress(OSError):
+                shared.unlink()
     return describe_cluster(ranks)
 
 

@@ -19,13 +19,15 @@ from torchmars.core.errors import NotMet, UserError
 ANSWER = timedelta(seconds=30)  # a store's: on a busy machine a connection takes seconds
 
 
-def find_store(endpoint: str) -> tuple[Callable[[], TCPStore], bool, str]:
+def find_store(
+    endpoint: str, number: int | None = None
+) -> tuple[Callable[[], TCPStore], bool, str]:
     """Return how to open the store at `endpoint`, whether this machine holds it, and its address.
 
-    It holds it if HOST is an address of its own at which nobody listens yet, or if it is machine
-    number 0. Raises `UserError` if it cannot.
+    It holds it if HOST is an address of its own at which nobody listens yet, or if its `number` is
+    0. Raises `UserError` if it cannot.
     """
-    name, number = f"RDZV_ENDPOINT = {endpoint}", process.node_rank()
+    name = f"RDZV_ENDPOINT = {endpoint}"
     host, port = split_endpoint(endpoint)
     address, listener = address_of(host, name), None
     if number == 0 or (number is None and can_listen(address, 0)):

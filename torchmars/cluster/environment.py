@@ -86,15 +86,12 @@ class Environment:
                 f"NODE_RANK = {self.NODE_RANK} has no meaning with {nodes} = {self.NNODES}: "
                 "machines are numbered from 0, and those that come and go are not"
             )
-        if self.NGPU is not None:
-            check_shown(self.LOG_RANK, self.NGPU)
 
     def rank_variables(self, ranks: int, cores: int) -> dict[str, str]:
         """Return the variables that the ranks of this machine, which has `cores`, get."""
         threads = self.OMP_NUM_THREADS or max(1, cores // ranks)
-        own = {} if self.NODE_RANK is None else {"NODE_RANK": str(self.NODE_RANK)}
         seconds = self.start_seconds(ranks)
-        return own | {"RDZV_TIMEOUT": str(seconds), "OMP_NUM_THREADS": str(threads)}
+        return {"RDZV_TIMEOUT": str(seconds), "OMP_NUM_THREADS": str(threads)}
 
     def start_seconds(self, ranks: int) -> int:
         """Return for how long machines with `ranks` ranks each wait for each other at the start."""

@@ -127,12 +127,6 @@ def node() -> str:
     return os.environ.get(NODE) or socket.gethostname()
 
 
-def node_rank() -> int | None:
-    """Return the number that this machine was given; None if the machines are to find out."""
-    given = os.environ.get("NODE_RANK")
-    return None if given is None else read_variable("NODE_RANK", given)
-
-
 def start_timeout() -> timedelta:
     """Return how long ranks wait for each other at the start."""
     given = os.environ.get("RDZV_TIMEOUT")

@@ -156,7 +156,7 @@ def meet(environment: Environment, sizes: UsableSizes, run_id: str) -> Machines:
                 "on all machines"
             )
             say(*labelled("warning", text), error=True)
-        connect, holds, address = find_store(endpoint)
+        connect, holds, address = find_store(endpoint, environment.NODE_RANK)
     own = Self(
         process.node(),
         address,
