@@ -6,6 +6,7 @@ import socket
 
 import psutil
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from torchmars.cluster import connection
 from torchmars.cluster.endpoint import (
@@ -101,13 +102,16 @@ def test_a_job_whose_number_is_high_has_a_port_below_those_that_systems_give_awa
     assert all(20_000 <= job_port(job) < 32_768 for job in (0, 11_999, 12_000, 2**31))
 
 
-def test_a_token_of_any_bytes_signs_and_no_error_repeats_it():
+def test_a_token_of_any_bytes_signs_for_one_place_alone_and_no_error_repeats_it():
     token = os.fsdecode(b"\xff\xfe secret")
     assert read_environment({"RDZV_TOKEN": token}).RDZV_TOKEN == token
     sizes = UsableSizes(MinMax(1, 1), [1], 1, 1)
     machine = Machines("run", Self("a", "127.0.0.1", sizes, 60.0, secret=token))
     sealed = machine._sealed("key", "text")
     assert machine._opened("key", sealed.encode()) == "text" and "secret" not in sealed
+    for key, forged in (("other", sealed), ("key", sealed[:-1] + "u"), ("key", sealed[:40])):
+        with pytest.raises(RendezvousStateError, match="not signed by"):
+            machine._opened(key, forged.encode())
     machine.left = True
 
 

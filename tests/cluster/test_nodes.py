@@ -139,18 +139,6 @@ def test_a_port_that_another_program_has_is_told_in_a_line(config, number, messa
     assert node.returncode == 2 and message in err.splitlines()[-1]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("tokens", [("one", "other"), ("one", None)])
-def test_machines_of_different_secrets_say_so(config, tokens, endpoint):
-    """One of them reads what the other has written. That one finds nobody, or its host gone."""
-    where = IMPATIENT | {"RDZV_ENDPOINT": endpoint}
-    nodes = [start_run(config, **where, **{"RDZV_TOKEN": each} if each else {}) for each in tokens]
-    errs = [node.communicate(timeout=SECONDS)[1] for node in nodes]
-    assert 69 in {node.returncode for node in nodes} <= {2, 69} and "Traceback" not in str(errs)
-    assert sum("RDZV_TOKEN" in err.splitlines()[-1] for err in errs) == 1
-    assert all(err.splitlines()[-1].startswith("error: ") for err in errs)
-
-
 DIES = """
 import os, sys
 if os.environ.get("RANK") == "3":
@@ -189,23 +177,6 @@ def test_a_rank_that_dies_at_the_start_is_the_last_word_on_every_machine(
     assert all_gone(config)
     [failed] = read_events(tmp_path / "runs" / "tiny" / EVENTS_FILE)  # one machine alone tells it
     assert (failed.kind, failed.step, failed.facts["rank"]) == ("failed", 0, 3)
-
-
-@pytest.mark.slow  # test_startup.py has what ranks compare
-def test_a_mistake_on_one_machine_is_named(config, endpoint):
-    where = {"NNODES": "2", "RDZV_ENDPOINT": endpoint}
-    nodes = [
-        start_run(config, *args, **where, SLURMD_NODENAME=f"n{number}")
-        for number, args in enumerate(((), ("--optimizer.lr", "1e-4")), start=1)
-    ]
-    errs = [node.communicate(timeout=SECONDS)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [2, 2]
-    assert sum("error: " in err for err in errs) == 1
-    assert re.search(
-        r"error: n[12] has another config than n[12] \(\w+ instead of \w+\): "
-        r"give all the same",
-        "".join(errs),
-    )
 
 
 def submit(config, log, endpoint, *args):

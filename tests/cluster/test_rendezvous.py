@@ -295,24 +295,6 @@ def test_an_old_document_is_not_put_back(meeting):
     assert b.me != a.me
 
 
-def test_a_document_of_another_run_is_not_signed_for_this_one():
-    own = Self("a", "127.0.0.1", UsableSizes(MinMax(1, 1), [1], 1, 1), 60.0, secret="one")
-    here, there = Machines("one", own), Machines("two", own)
-    key = here._key("document")
-    stored = here._sealed(key, "text")
-    assert here._opened(key, stored.encode()) == "text" and "one" not in stored
-    for forged in (
-        stored[:-1] + "u",
-        stored[:40],
-        "",
-        there._sealed(there._key("document"), "text"),
-    ):
-        with pytest.raises(RendezvousStateError, match="not signed by"):
-            here._opened(key, forged.encode())
-    for each in (here, there):
-        each.left = True
-
-
 def test_a_machine_that_is_cut_off_from_the_store_does_not_wait_for_it(monkeypatch):
     """A call there has no time limit: it may wait for an answer that never comes."""
     with free_endpoint() as endpoint, Way(endpoint) as way:

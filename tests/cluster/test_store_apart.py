@@ -92,44 +92,31 @@ def test_without_it_all_machines_end_and_publish_nothing(tmp_path):
 
 @FULL
 @needs_proc
-@pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_machine_that_is_silent_is_waited_for_and_named(tmp_path, cut):
-    """It stops as when the power fails: no connection is closed. Or its way to the store is `cut`:
-    it ends its ranks.
-    """
+def test_a_machine_that_is_cut_off_ends_and_is_waited_for_and_named(tmp_path):
     write_text(tmp_path)
     tables = tables_of(tmp_path, "run", 10**6, {"checkpoint": {"interval": 10**6}})
     with free_endpoint() as endpoint, Way(endpoint) as way:
         store = start_store(endpoint)
-        places = endpoint, way.address if cut else endpoint
-        first, second = two_machines(tables, *places, join_seconds=10)
+        first, second = two_machines(tables, endpoint, way.address, join_seconds=10)
         tree = tree_of(second)
-        way.cut = cut
-        if cut:
-            assert second.wait() == EXIT_UNCONNECTED
-            wait_for(lambda: not any(map(psutil.pid_exists, tree)))
-        else:
-            signal_all(tree, signal.SIGSTOP)
+        way.cut = True
+        assert second.wait() == EXIT_UNCONNECTED
+        wait_for(lambda: not any(map(psutil.pid_exists, tree)))
         code = first.wait()
-        signal_all(tree, signal.SIGKILL)
         store.kill()
     said = (tmp_path / "n1.log").read_text()
     assert code == EXIT_UNCONNECTED and "since n2 fell silent" in said, said
     error = "error: n1 has lost the other machines: n2 did not come back in 10 s, nor another"
     assert said.splitlines()[-1].startswith(error), said
-    if cut:
-        said = (tmp_path / "n2.log").read_text()
-        error = "error: n2 has lost the other machines: their store has not answered for 6 s"
-        assert said.splitlines()[-1] == error, said
+    said = (tmp_path / "n2.log").read_text()
+    error = "error: n2 has lost the other machines: their store has not answered for 6 s"
+    assert said.splitlines()[-1] == error, said
 
 
 @FULL
 @needs_proc
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
-)
 @pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
-def test_the_machine_of_rank_0_is_replaced_and_the_run_goes_on_from_memory(tmp_path, number):
+def test_the_machine_of_rank_0_is_replaced_and_the_run_goes_on_from_memory(tmp_path):
     write_text(tmp_path)
     steps = 100
     changes = {"checkpoint": {"interval": 1000, "memory_interval": 1}}
@@ -142,10 +129,9 @@ def test_the_machine_of_rank_0_is_replaced_and_the_run_goes_on_from_memory(tmp_p
         # Of the machines of one address, the one with the smaller process number has rank 0.
         first, second = sorted(machines, key=lambda each: each.pid)
         tree = tree_of(first)
-        signal_all(tree, number)
+        signal_all(tree, signal.SIGKILL)
         third = machine(lost, "n3", endpoint, None)
         assert [each.wait() for each in (second, third)] == [0, 0]
-        signal_all(tree, signal.SIGKILL)
         store.send_signal(signal.SIGTERM)
         assert store.wait() == 0
     said = "".join(file.read_text() for file in tmp_path.glob("n*.log"))

@@ -1,17 +1,15 @@
 """Ranks that die go on from copies in memory, with the steps and bits of an unbroken run."""
 
 import os
-import re
-import signal
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import ROOT, Command, kill
 from tests.support.damage import spoil
-from tests.support.machines import free_endpoint, machine, signal_all, tree_of, wait_for
+from tests.support.machines import wait_for
 from tests.support.same_end import check_same_end, tables_of
-from tests.support.tiny import metrics, run_folder_of, write_config, write_text
+from tests.support.tiny import run_folder_of, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
 from torchmars.checkpoint.memory import shared_memory
 from torchmars.checkpoint.memory.slots import HEADERS, header_of
@@ -147,31 +145,3 @@ def test_a_run_that_loses_its_memory_goes_on_without_copies(tmp_path):
         len(warnings) == 1 and "memory_interval makes no copies from here on: rank" in warnings[0]
     )
     check_same_end(straight, loses, ranks=2, lines=STEPS + 1)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shared_memory.PLACE.is_dir(), reason="needs /dev/shm")
-def test_a_machine_that_is_lost_and_replaced_costs_two_steps(tmp_path):
-    write_text(tmp_path)
-    steps = 300
-    changes = {"checkpoint": {"interval": 1000, "memory_interval": 1}}
-    straight, lost = (tables_of(tmp_path, name, steps, changes) for name in ("one", "other"))
-    with free_endpoint() as endpoint:
-        machines = [machine(straight, f"s{number}", endpoint, number) for number in ("1", "0")]
-        assert [each.wait() for each in machines] == [0, 0]
-        first = machine(lost, "first", endpoint, "1")
-        host = machine(lost, "host", endpoint, "0")
-        file = run_folder_of(lost) / "metrics.jsonl"
-        wait_for(lambda: file.exists() and max(metrics(lost), default=0) > 20, first, host)
-        signal_all(tree_of(first), signal.SIGKILL)
-        reached = max(metrics(lost))
-        machines = [host, machine(lost, "second", endpoint, "1")]
-        assert [each.wait() for each in machines] == [0, 0]
-    (origin,) = re.findall(r"continue  from step (\d+): the copy in memory", said(tmp_path))
-    assert reached - 2 <= int(origin) <= reached + 1
-    check_same_end(straight, lost, ranks=2, lines=steps + steps // 50)
-    print(f"lost after step {reached}, continued from step {origin}")
-
-
-def said(folder):
-    return "".join(file.read_text() for file in folder.glob("*.log"))
