@@ -15,8 +15,8 @@ from torchmars.cluster.endpoint import (
     is_private,
     local_address,
 )
-from torchmars.cluster.environment import read_environment
-from torchmars.cluster.rendezvous import Machines, Self
+from torchmars.cluster.environment import Environment, read_environment
+from torchmars.cluster.rendezvous import Machines
 from torchmars.cluster.scheduler import can_listen, job_port
 from torchmars.cluster.sizes import MinMax, UsableSizes
 from torchmars.core.errors import NotMet, UserError
@@ -106,7 +106,7 @@ def test_a_token_of_any_bytes_signs_for_one_place_alone_and_no_error_repeats_it(
     token = os.fsdecode(b"\xff\xfe secret")
     assert read_environment({"RDZV_TOKEN": token}).RDZV_TOKEN == token
     sizes = UsableSizes(MinMax(1, 1), [1], 1, 1)
-    machine = Machines("run", Self("a", "127.0.0.1", sizes, 60.0, secret=token))
+    machine = Machines("run", Environment(RDZV_TOKEN=token), sizes)
     sealed = machine._sealed("key", "text")
     assert machine._opened("key", sealed.encode()) == "text" and "secret" not in sealed
     for key, forged in (("other", sealed), ("key", sealed[:-1] + "u"), ("key", sealed[:40])):

@@ -12,10 +12,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from torchmars.cluster.environment import Environment
 from torchmars.cluster.failures import RankLogs, keep_apart
 from torchmars.cluster.launcher import Job, RankLauncher
 from torchmars.cluster.process import STOPPING
-from torchmars.cluster.rendezvous import Machines, Self
+from torchmars.cluster.rendezvous import Machines
 from torchmars.cluster.sizes import MinMax, UsableSizes
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_STOPPED, EXIT_UNCONNECTED
@@ -24,9 +25,9 @@ from torchmars.core.errors import EXIT_STOPPED, EXIT_UNCONNECTED
 def launcher(folder, command, ranks):
     """The launcher of the one machine of a run."""
     logs = RankLogs(folder / "logs", folder, {0})
-    own = Self("n1", "127.0.0.1", UsableSizes(MinMax(1, 1), [1], ranks, 1), 60.0)
+    sizes = UsableSizes(MinMax(1, 1), [1], ranks, 1)
     job = Job(command, ranks, "n1:29400", logs, folder / "hang", 0, lambda: 0, print)
-    return RankLauncher(job, Machines("run", own))
+    return RankLauncher(job, Machines("run", Environment(), sizes))
 
 
 @pytest.fixture

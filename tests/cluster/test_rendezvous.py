@@ -24,8 +24,8 @@ from tests.support.machines import Way, free_endpoint
 from torchmars.cluster import rendezvous
 from torchmars.cluster.document import Document, read_document
 from torchmars.cluster.endpoint import open_meeting
-from torchmars.cluster.environment import beat_seconds, lost_seconds
-from torchmars.cluster.rendezvous import Machines, Self
+from torchmars.cluster.environment import Environment, beat_seconds, lost_seconds
+from torchmars.cluster.rendezvous import Machines
 from torchmars.cluster.sizes import MinMax, UsableSizes
 from torchmars.core.errors import UserError
 
@@ -62,9 +62,10 @@ class Meeting:
 
     def __call__(self, name, usable=(1, 2, 3), asked=None, connect=None, **own):
         sizes = UsableSizes(asked or MinMax(1, 3), usable, 1, 1)
-        own = Self(name, "127.0.0.1", sizes, **{"timeout": 300.0, "join_seconds": 0.0} | own)
-        self.machines[name] = Machines(RUN, own, connect or (lambda: self.store))
-        return self.machines[name]
+        own = Environment(**{"RDZV_TIMEOUT": 300, "JOIN_SECONDS": 0} | own)
+        made = self.machines[name] = Machines(RUN, own, sizes, connect or (lambda: self.store))
+        made.name = name
+        return made
 
     def meet(self, *names):
         """Let machines meet; their places in the round, or their errors."""
@@ -107,7 +108,7 @@ def until(condition):
 @pytest.mark.parametrize("secret", full_but(["a secret"], [None, "a secret"]))
 def test_machines_meet_again_and_ranks_stay_where_they_were(meeting, secret):
     for name in "abc":
-        meeting(name, secret=secret)
+        meeting(name, RDZV_TOKEN=secret)
     found = meeting.meet(*"abc")
     assert sorted(found.values()) == [(0, 3), (1, 3), (2, 3)]
     first = min(found, key=lambda name: found[name])
@@ -125,7 +126,7 @@ def test_machines_meet_again_and_ranks_stay_where_they_were(meeting, secret):
 def test_a_machine_is_lost_once_its_beats_do_not_change(meeting, monkeypatch):
     """It finds itself in no list once it wakes up, and comes again."""
     monkeypatch.setattr(rendezvous, "beat_seconds", lambda machines: 0.2)
-    sizes = {"asked": MinMax(1, 2), "usable": (1, 2), "lost": 4.0}
+    sizes = {"asked": MinMax(1, 2), "usable": (1, 2), "LOST_SECONDS": 4.0}
     a, b = meeting("a", **sizes), meeting("b", **sizes)
     assert {*meeting.meet("a", "b").values()} == {(0, 2), (1, 2)}
     stands = threading.Event()
@@ -168,7 +169,7 @@ def test_seconds_by_the_number_of_machines():
 
 
 def test_a_first_start_waits_for_all_and_says_who_has_come(meeting):
-    meeting("a", usable=(2, 3), timeout=2.5)
+    meeting("a", usable=(2, 3), RDZV_TIMEOUT=2.5)
     (error,) = meeting.meet("a").values()
     assert isinstance(error, RendezvousTimeoutError)
     assert str(error) == "only a came in 2.5 s, and 2 are needed"
@@ -177,9 +178,9 @@ def test_a_first_start_waits_for_all_and_says_who_has_come(meeting):
 def test_a_machine_asks_for_the_end_of_a_round_where_others_come_or_leave(meeting, monkeypatch):
     monkeypatch.setattr(rendezvous, "LEAVE_SECONDS", 0.0)
     sizes = {"asked": MinMax(1, 2), "usable": (1, 2)}
-    a, b = meeting("a", **sizes, timeout=3.0), meeting("b", **sizes)
+    a, b = meeting("a", **sizes, RDZV_TIMEOUT=3.0), meeting("b", **sizes)
     assert meeting.meet("a") == {"a": (0, 1)}
-    a.own.timeout = 300.0
+    a.timeout = 300.0
     threading.Thread(target=meeting.meet, args=("b",), daemon=True).start()
     until(lambda: a.look().waiting)
     assert a.asked() == ""  # no step since
@@ -217,12 +218,12 @@ def test_runs_in_turn_meet_at_one_store(meeting, monkeypatch):
     a = meeting("a", usable=(1,), asked=MinMax(1, 1))
     meeting.meet("a")
     assert a.done(75) and a.exit_code() == 75
-    b = meeting("b", usable=(1,), asked=MinMax(1, 1), lost=1.0)
+    b = meeting("b", usable=(1,), asked=MinMax(1, 1), LOST_SECONDS=1.0)
     assert meeting.meet("b") == {"b": (0, 1)} and b.run == a.run + 1 and b.round > a.round
     until(lambda: a.look().run == b.run)
     assert a.is_closed() and a.exit_code() == 75
     b.left = True  # it is killed: its thread ends
-    c = meeting("c", usable=(1,), asked=MinMax(1, 1), lost=1.0)
+    c = meeting("c", usable=(1,), asked=MinMax(1, 1), LOST_SECONDS=1.0)
     assert meeting.meet("c") == {"c": (0, 1)} and c.run == b.run + 1
 
 
@@ -235,10 +236,10 @@ def test_runs_in_turn_meet_at_one_store(meeting, monkeypatch):
     ],
 )
 def test_launchers_of_different_secrets_do_not_meet(meeting, first, second, message):
-    a = meeting("a", secret=first)
+    a = meeting("a", RDZV_TOKEN=first)
     threading.Thread(target=meeting.meet, args=("a",), daemon=True).start()
     until(lambda: a.document)
-    meeting("b", secret=second)
+    meeting("b", RDZV_TOKEN=second)
     (error,) = meeting.meet("b").values()
     assert isinstance(error, RendezvousStateError) and message in str(error)
     assert a.look() is not None
@@ -268,7 +269,7 @@ def test_forged_documents_end_a_machine_in_a_line_or_do_nothing(monkeypatch, sec
     assert len(values) == 330
     for value in values:
         meeting = Meeting()
-        machine = meeting("a", usable=(1,), asked=MinMax(1, 2), secret=secret)
+        machine = meeting("a", usable=(1,), asked=MinMax(1, 2), RDZV_TOKEN=secret)
         meeting.meet("a")
         answers = machine.answers
         meeting.store.set(KEY, value)
@@ -282,11 +283,11 @@ def test_forged_documents_end_a_machine_in_a_line_or_do_nothing(monkeypatch, sec
 
 
 def test_an_old_document_is_not_put_back(meeting):
-    a = meeting("a", secret="a secret")
+    a = meeting("a", RDZV_TOKEN="a secret")
     threading.Thread(target=meeting.meet, args=("a",), daemon=True).start()
     until(lambda: a.document)
     old = meeting.store.get(KEY)
-    b = meeting("b", secret="a secret", usable=(3,))
+    b = meeting("b", RDZV_TOKEN="a secret", usable=(3,))
     threading.Thread(target=meeting.meet, args=("b",), daemon=True).start()
     until(lambda: a.document and len(a.document.here) == 2)
     meeting.store.set(KEY, old)

@@ -72,7 +72,7 @@ class RankLauncher:
     def __init__(self, job: Job, meeting: Machines) -> None:
         self.job, self.meeting, self.logs = job, meeting, job.logs
         meeting.reached, meeting.heed = self.reached, self._heed
-        self.elastic = meeting.own.sizes.asked.elastic
+        self.elastic = meeting.sizes.asked.elastic
         self.context: PContext | None = None
         scratch = job.logs.scratch
         self.exit_code_file, self.asked_file = scratch / "exit-code", scratch / "asked"
@@ -292,7 +292,7 @@ class RankLauncher:
         """
         meeting = self.meeting
         in_run = meeting.round >= 0 if self.elastic else self.context is not None
-        needed = meeting.own.holds_store if meeting.spare else in_run
+        needed = meeting.holds_store if meeting.spare else in_run
         for number, at in self.noted:
             sent = signal.Signals(number)
             second = self.signalled and at > self.signalled_at + process.ECHO_SECONDS
@@ -345,7 +345,7 @@ class RankLauncher:
             )
             return EXIT_UNCONNECTED
         if not self.starts:
-            sizes = self.meeting.own.sizes.asked
+            sizes = self.meeting.sizes.asked
             say_error(
                 f"the {sizes} machines did not meet at {place} ({text}): start the same command on "
                 "the others, raise RDZV_TIMEOUT or set another NNODES, and see that nothing else "

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 
 from torch.distributed import HashStore, PrefixStore, Store
@@ -31,9 +30,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from torchmars.cluster import process
 from torchmars.cluster.document import ASKS, ENDED, LARGEST, About, Document, largest, read_document
 from torchmars.cluster.endpoint import free_port
-from torchmars.cluster.environment import beat_seconds, lost_seconds
+from torchmars.cluster.environment import Environment, beat_seconds, lost_seconds
 from torchmars.cluster.sizes import UsableSizes
 from torchmars.core.console import labelled, say
 from torchmars.core.errors import UserError
@@ -49,36 +49,32 @@ END_SECONDS = 5.0  # that the store may take at the end, and the others where th
 WITHOUT_PLACE = "the run has no place for this machine now: it takes that of a lost one, or joins"
 
 
-@dataclass
-class Self:
-    """This machine, as it comes to a rendezvous.
-
-    `timeout` are seconds that machines wait for each other, `lost` those of silence after which one
-    is lost (0: never; None: by their number). `holds_store`: the others meet at this machine.
-    """
-
-    name: str
-    address: str
-    sizes: UsableSizes
-    timeout: float
-    lost: float | None = None
-    join_seconds: float = 60.0
-    secret: str | None = None
-    holds_store: bool = False
-
-
 class Machines(RendezvousHandler):
     """This machine among those of a run. Methods raise torch's `RendezvousError`."""
 
-    def __init__(self, run_id: str, own: Self, connect: Callable[[], Store] = HashStore) -> None:
-        """`connect` opens the store, on the thread that asks it."""
-        self.run_id, self.own, self.usable = run_id, own, own.sizes.usable
+    def __init__(
+        self,
+        run_id: str,
+        environment: Environment,
+        sizes: UsableSizes,
+        connect: Callable[[], Store] = HashStore,
+        holds_store: bool = False,
+        address: str = "127.0.0.1",
+    ) -> None:
+        """The thread opens the store by `connect`.
+
+        `holds_store`: the others meet at this machine, whose `address` they know.
+        """
+        self.run_id, self.sizes, self.usable = run_id, sizes, sizes.usable
+        self.name, self.address, self.holds_store = process.node(), address, holds_store
+        self.timeout: float = environment.start_seconds(sizes.per_machine)
+        self.join_seconds, self.secret = environment.JOIN_SECONDS, environment.RDZV_TOKEN
         self.connect: Callable[[], Store] = connect
         self.store: Store = HashStore()
-        most = own.sizes.asked.most
+        most, lost = sizes.asked.most, environment.LOST_SECONDS
         self.several = most > 1
         self.beat_seconds = beat_seconds(most)
-        self.lost = lost_seconds(most) if own.lost is None else own.lost or math.inf
+        self.lost = lost_seconds(most) if lost is None else lost or math.inf
         self.me, self.run, self.round = secrets.token_hex(8), -1, -1
         self.spare = False  # others go on without this machine, which waits
         # The launcher's: the last step that the run has reported; what it does wherever it waits.
@@ -109,8 +105,8 @@ class Machines(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the machines of the next round. Raises `UserError` for other sizes."""
-        begin, about = time.monotonic(), (self.own.name, self.own.address, free_port())
-        deadline, self.spare = begin + self.own.timeout, False
+        begin, about = time.monotonic(), (self.name, self.address, free_port())
+        deadline, self.spare = begin + self.timeout, False
         seen, since = -1, begin  # the round, and when it was first seen
         while True:
             doc, now = self.look(), time.monotonic()
@@ -123,13 +119,13 @@ class Machines(RendezvousHandler):
             if doc and self.me in doc.members and doc.round > self.round:
                 break
             if doc and self.me in doc.waiting:
-                deadline = now + self.own.timeout
+                deadline = now + self.timeout
                 if not self.spare:
                     self.spare = True
                     say(*labelled("waits", WITHOUT_PLACE))
             elif doc and self.me in doc.here:
                 if doc.expected:  # they live, and their ranks have not ended yet
-                    deadline = now + self.own.timeout
+                    deadline = now + self.timeout
                     if now > since + BACK_SECONDS:
                         self.change(partial(self._give_up, number=seen))
                 if self._ready(doc, begin):
@@ -160,7 +156,7 @@ class Machines(RendezvousHandler):
 
     def set_closed(self) -> None:
         """See base class."""
-        self.close(1, f"{self.own.name} has given up")
+        self.close(1, f"{self.name} has given up")
 
     def shutdown(self) -> bool:
         """Leave the run to the others: an error of one launcher ends it for nobody.
@@ -169,7 +165,7 @@ class Machines(RendezvousHandler):
         """
         end = time.monotonic() + END_SECONDS
         with contextlib.suppress(RendezvousError):
-            while self.own.holds_store and self.document and time.monotonic() < end:
+            while self.holds_store and self.document and time.monotonic() < end:
                 if not {*self.document.all()} - {self.me}:
                     break
                 self.look()
@@ -189,7 +185,7 @@ class Machines(RendezvousHandler):
             self.unanswered += min(now - self.last_tick, STILL_SECONDS)
         self.last_tick = now
         # The others count from the last beat that they have seen.
-        patience = max(1.0, self.lost - self.beat_seconds) if self.connected else self.own.timeout
+        patience = max(1.0, self.lost - self.beat_seconds) if self.connected else self.timeout
         if self.unanswered > patience and self.error is None:
             text = f"their store has not answered for {patience:g} s"
             text = text if self.connected else f"nobody answers there in {patience:g} s"
@@ -228,7 +224,7 @@ class Machines(RendezvousHandler):
 
         def leave(doc: Document) -> None:
             doc.leaving[self.me] = signal
-            doc.ask = "stop" if self.own.holds_store else doc.ask
+            doc.ask = "stop" if self.holds_store else doc.ask
 
         if (doc := self.look()) and self.me not in doc.leaving:
             self.change_round(leave)
@@ -247,7 +243,7 @@ class Machines(RendezvousHandler):
         needs = doc.needs(self.usable)
         if needs != "stop" and now < max(self.begun, self.leaving_since) + LEAVE_SECONDS:
             needs = ""
-        late = now >= self.begun + self.own.join_seconds
+        late = now >= self.begun + self.join_seconds
         if late and not (needs or doc.ask) and doc.may_grow(self.usable):
             reached = self.reached()
             self.begun_at = min(self.begun_at, reached)  # the run may have gone back
@@ -319,13 +315,13 @@ class Machines(RendezvousHandler):
 
     def _who_is_missing(self, doc: Document | None) -> str:
         if doc is None or self.round < 0:
-            came = doc.names(doc.here) if doc else self.own.name
-            return f"only {came} came in {self.own.timeout:g} s, and {self.usable[0]} are needed"
+            came = doc.names(doc.here) if doc else self.name
+            return f"only {came} came in {self.timeout:g} s, and {self.usable[0]} are needed"
         missing = doc.names({*doc.was} - {*doc.here}) or "too many"
-        return f"{missing} did not come back in {self.own.timeout:g} s, nor another machine instead"
+        return f"{missing} did not come back in {self.timeout:g} s, nor another machine instead"
 
     def _arrive(self, doc: Document, about: About) -> None:
-        sizes = self.own.sizes
+        sizes = self.sizes
         bounds = f"NNODES = {sizes.asked} and NGPU = {sizes.per_machine}"
         if self.run < 0 and (doc.closed or (doc.n and not doc.all())):
             doc.begin_run()
@@ -334,14 +330,14 @@ class Machines(RendezvousHandler):
         if doc.bounds not in ("", bounds):
             if self.live & {*doc.all()}:
                 raise UserError(
-                    f"{self.own.name} has {bounds}, and the first machine {doc.bounds[:100]}: "
+                    f"{self.name} has {bounds}, and the first machine {doc.bounds[:100]}: "
                     "give all machines the same"
                 )
             return  # they may all be gone
         if self.me in doc.members:
             if doc.round > self.round:
                 return  # the round has just been formed
-            doc.end_round(f"ranks on {self.own.name} have ended")
+            doc.end_round(f"ranks on {self.name} have ended")
         doc.bounds = bounds
         doc.arrive(self.me, about)
 
@@ -349,7 +345,7 @@ class Machines(RendezvousHandler):
         """Return whether the machines that are here may form a round."""
         if doc.formed or doc.expected or not largest(self.usable, len(doc.here)):
             return False
-        waited = time.monotonic() >= begin + self.own.timeout - MARGIN_SECONDS
+        waited = time.monotonic() >= begin + self.timeout - MARGIN_SECONDS
         return waited or len(doc.here) >= self.usable[-1] or self._goes_on(doc)
 
     def _goes_on(self, doc: Document) -> bool:
@@ -378,7 +374,7 @@ class Machines(RendezvousHandler):
                 try:
                     self.store, self.connected = self.connect(), True
                 except RuntimeError:  # nobody listens there yet
-                    if self.own.holds_store:
+                    if self.holds_store:
                         raise
                 time.sleep(0 if self.connected else LOOK_SECONDS)
             self.answers = 1
@@ -465,9 +461,9 @@ class Machines(RendezvousHandler):
 
     def _sealed(self, key: str, text: str) -> str:
         """Return a text as it lies at the store: after its digest, where there is a secret."""
-        if self.own.secret is None:
+        if self.secret is None:
             return f"- {text}"
-        secret = os.fsencode(self.own.secret)
+        secret = os.fsencode(self.secret)
         return f"{hmac.new(secret, f'{key} {text}'.encode(), 'sha256').hexdigest()} {text}"
 
     def _opened(self, key: str, stored: bytes) -> str:
@@ -475,7 +471,7 @@ class Machines(RendezvousHandler):
         digest, _, text = stored[: LARGEST + 100].decode(errors="replace").partition(" ")
         if hmac.compare_digest(self._sealed(key, text).encode(), stored):
             return text
-        if self.own.secret is not None:
+        if self.secret is not None:
             why = "it is not signed by the RDZV_TOKEN of this machine"
         elif re.fullmatch("[0-9a-f]{64}", digest):
             why = "it is signed by an RDZV_TOKEN, and this machine has none"

@@ -17,12 +17,9 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
-
-from torch.distributed import HashStore, Store
 
 from torchmars.checkpoint.memory.shared_memory import shared_memory
 from torchmars.cluster import process
@@ -38,7 +35,7 @@ from torchmars.cluster.environment import (
 )
 from torchmars.cluster.failures import Failure, RankLogs, keep_apart
 from torchmars.cluster.launcher import Job, RankLauncher
-from torchmars.cluster.rendezvous import Machines, Self
+from torchmars.cluster.rendezvous import Machines
 from torchmars.cluster.scheduler import JOB
 from torchmars.cluster.sizes import UsableSizes, sizes_of
 from torchmars.config import ResolvedConfig
@@ -147,27 +144,17 @@ def prepare(config: ResolvedConfig, sizes: UsableSizes) -> None:
 
 def meet(environment: Environment, sizes: UsableSizes, run_id: str) -> Machines:
     """Return the rendezvous of this machine and the others. Raises `UserError`."""
-    connect: Callable[[], Store] = HashStore
-    holds, address, endpoint = False, "127.0.0.1", environment.RDZV_ENDPOINT
-    if sizes.asked.most > 1 and endpoint:
-        if environment.RDZV_TOKEN is None:
-            text = (
-                f"whoever reaches {endpoint} can join this run: set RDZV_TOKEN to the same secret "
-                "on all machines"
-            )
-            say(*labelled("warning", text), error=True)
-        connect, holds, address = find_store(endpoint, environment.NODE_RANK)
-    own = Self(
-        process.node(),
-        address,
-        sizes,
-        environment.start_seconds(sizes.per_machine),
-        environment.LOST_SECONDS,
-        environment.JOIN_SECONDS,
-        environment.RDZV_TOKEN,
-        holds,
-    )
-    return Machines(run_id, own, connect)
+    endpoint = environment.RDZV_ENDPOINT
+    if sizes.asked.most == 1 or not endpoint:
+        return Machines(run_id, environment, sizes)
+    if environment.RDZV_TOKEN is None:
+        text = (
+            f"whoever reaches {endpoint} can join this run: set RDZV_TOKEN to the same secret "
+            "on all machines"
+        )
+        say(*labelled("warning", text), error=True)
+    found = find_store(endpoint, environment.NODE_RANK)
+    return Machines(run_id, environment, sizes, *found)
 
 
 def record_failure(folder: Path, step: int, failure: Failure) -> None:
