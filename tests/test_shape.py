@@ -13,21 +13,21 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 51, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 34_380
+IN_ALL = 34_220
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
-    "cluster": 2_560,
-    "commands": 1_680,
+    "cluster": 2_468,
+    "commands": 1_666,
     "comparison": 1_750,
-    "config": 2_560,
-    "core": 1_635,
+    "config": 2_540,
+    "core": 1_630,
     "data": 3_170,
     "evaluation": 550,
     "exchange": 2_130,
     "models": 1_906,
     "optim": 5_191,
-    "parallel": 2_955,
+    "parallel": 2_950,
     "planning": 1_245,
     "records": 970,
     "reports": 600,

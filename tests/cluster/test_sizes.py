@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.commands import finish
 from tests.support.mistakes import mistake
 from tests.support.tiny import tiny_config, write_config
 from torchmars.cluster.environment import read_environment
@@ -214,8 +213,3 @@ def test_what_ranks_keep_is_counted(place, monkeypatch):
         plan.check_gpu_memory(config, sizes)
     parameters = plan.plan_run(config, 8, 8).whole.parameter_count
     assert 16 * parameters / 8 <= kept_memory(config) <= 24 * parameters / 8
-
-
-def test_the_command_refuses_in_one_line(place):
-    code, out, err = finish(place / "tiny.toml", NNODES="4:2", RDZV_ENDPOINT="n1:29400")
-    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: NNODES must be ")

@@ -170,18 +170,3 @@ def test_a_second_signal_ends_a_machine_at_once_and_the_others_go_on(tmp_path):
         machines.wait_for_start(2)
         assert machines.end() == [75]
         machines.check_metrics()
-
-
-@pytest.mark.full
-def test_machines_of_other_bounds_are_refused(tmp_path):
-    with Machines(elastic_tables(tmp_path), "1:2") as machines:
-        machines.start()
-        machines.nodes = "1:3"
-        machines.start()
-        both = machines.living
-        wait_for(lambda: any(each.poll() is not None for each in both.values()))
-        [(name, launcher)] = [each for each in both.items() if each[1].poll() is not None]
-        assert launcher.poll() == 2
-        own, other = ("1:2", "1:3") if name == "m0" else ("1:3", "1:2")
-        found = f"{name} has NNODES = {own} and NGPU = 1, and the first machine NNODES = {other}"
-        assert found in machines.said(name)

@@ -293,7 +293,8 @@ class RankLauncher:
         meeting = self.meeting
         in_run = meeting.round >= 0 if self.elastic else self.context is not None
         needed = meeting.holds_store if meeting.spare else in_run
-        for number, at in self.noted:
+        while self.noted:
+            number, at = self.noted.pop(0)
             sent = signal.Signals(number)
             second = self.signalled and at > self.signalled_at + process.ECHO_SECONDS
             if sent == signal.SIGQUIT or second or not needed:
@@ -303,7 +304,6 @@ class RankLauncher:
                 self.signalled, self.signalled_at = sent, at
                 if not self.elastic:
                     self._send(sent)
-        self.noted.clear()
         if self.signalled and not needed:
             raise SignalException("ended", self.signalled)
 
