@@ -417,9 +417,10 @@ class Machines(RendezvousHandler):
             if doc == self.document:
                 return doc
             doc.n, doc.by = doc.n + 1, self.me
-            read_document(doc.text())  # what the others would refuse ends this machine alone
-            wanted, old = self._sealed(key, doc.text()), self.bytes
+            read_document(text := doc.text())  # what others would refuse ends this machine alone
+            wanted, old = self._sealed(key, text), self.bytes
             found = self.store.compare_set(key, old.decode(), wanted)
+            self.answers += 1  # of many that write at once each has to try again
             if found == old:  # so it answers for a key that is not there any more
                 raise RendezvousConnectionError("their store has lost what it knew")
             self._take(found)
