@@ -13,6 +13,7 @@ from tests.support.machines import (
     Way,
     free_endpoint,
     machine,
+    machine_of_first_rank,
     signal_all,
     start_store,
     tree_of,
@@ -67,7 +68,7 @@ def two_machines(tables, *endpoints, **options):
     `endpoints` are one for both, or one for each.
     """
     places = zip(("n1", "n2"), endpoints * 2)
-    machines = [machine(tables, name, place, None, **options) for name, place in places]
+    machines = [machine(tables, name, place, **options) for name, place in places]
     file = run_folder_of(tables) / "metrics.jsonl"
     wait_for(lambda: file.exists() and max(metrics(tables), default=0) > 10, *machines)
     return machines
@@ -126,11 +127,12 @@ def test_the_machine_of_rank_0_is_replaced_and_the_run_goes_on_from_memory(tmp_p
         assert [each.wait() for each in two_machines(straight, another)] == [0, 0]
         of_straight.kill()
         machines = two_machines(lost, endpoint)
-        # Of the machines of one address, the one with the smaller process number has rank 0.
-        first, second = sorted(machines, key=lambda each: each.pid)
+        first, second = machines
+        if machine_of_first_rank(lost) == "n2":
+            first, second = second, first
         tree = tree_of(first)
         signal_all(tree, signal.SIGKILL)
-        third = machine(lost, "n3", endpoint, None)
+        third = machine(lost, "n3", endpoint)
         assert [each.wait() for each in (second, third)] == [0, 0]
         store.send_signal(signal.SIGTERM)
         assert store.wait() == 0

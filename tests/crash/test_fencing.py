@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic import Machines, elastic_tables
-from tests.support.machines import free_endpoint, machine, signal_all, tree_of, wait_for
+from tests.support.machines import wait_for
 from tests.support.same_end import check_same_end, tables_of
-from tests.support.tiny import metrics, run_folder_of, write_text
+from tests.support.tiny import run_folder_of, write_text
 from torchmars.checkpoint.upkeep import verify_checkpoints
 
 STEPS = 60
@@ -23,25 +23,24 @@ def test_a_machine_that_wakes_up_late_spoils_nothing(tmp_path, stand):
     write_text(tmp_path)
     changes = {"guards": {"hang_seconds": 20}, "training": {"steps": STEPS}}
     straight, stopped = (tables_of(tmp_path, name, STEPS, changes) for name in ("one", "other"))
-    with free_endpoint() as endpoint:
-        marker = tmp_path / "stands"
-        machines = [machine(straight, f"s{number}", endpoint, number) for number in ("1", "0")]
-        assert [each.wait() for each in machines] == [0, 0]
-        # The process with the smaller number has the first rank, and the other one the rendezvous.
-        late = machine(stopped, "late", endpoint, "1", f"{stand},{marker}")
-        host = machine(stopped, "host", endpoint, "0")
-        wait_for(marker.exists, late, host)
-        tree = tree_of(late)
-        signal_all(tree, signal.SIGSTOP)
-        reached = max(metrics(stopped))
-        other = machine(stopped, "other", endpoint, "1")
-        wait_for(lambda: max(metrics(stopped), default=0) > reached + 2, host, other)
+    with Machines(straight, "2") as machines:
+        machines.start(2)
+        assert [each.wait() for each in machines.living.values()] == [0, 0]
+    marker = tmp_path / "stands"
+    with Machines(stopped, "2") as machines:
+        machines.start(2, stand=f"{stand},{marker}")
+        wait_for(marker.exists, *machines.living.values())
+        machines.send(late := machines.first(), signal.SIGSTOP)
+        reached = machines.reached
+        machines.start()
+        others = [each for name, each in machines.living.items() if name != late]
+        wait_for(lambda: machines.reached > reached + 2, *others)
         Path(f"{marker}-go").touch()
-        signal_all(tree, signal.SIGCONT)
-        assert [each.wait() for each in (host, other)] == [0, 0]
-        wait_for(lambda: late.poll() is not None)
+        machines.send(late, signal.SIGCONT)
+        assert [each.wait() for each in others] == [0, 0]
+        code = machines.living[late].wait()
     check_same_end(straight, stopped, ranks=2, lines=STEPS + 2)
-    print(f"{stand}: the run ends bit for bit as the unbroken one; the late one with {late.poll()}")
+    print(f"{stand}: the run ends bit for bit as the unbroken one; the late one with {code}")
 
 
 @pytest.mark.slow
@@ -51,10 +50,9 @@ def test_a_machine_that_the_others_went_on_without_spoils_nothing(tmp_path, stan
     """It is stopped as a whole, wakes up, and joins them again."""
     marker = tmp_path / "stands"
     with Machines(elastic_tables(tmp_path, checkpoint={"interval": 3}), "1:2") as machines:
-        late = machines.start(stand=f"{stand},{marker}")  # the smaller number has the first rank
-        machines.start()
+        machines.start(2, stand=f"{stand},{marker}")
         wait_for(marker.exists, *machines.living.values())
-        machines.send(late, signal.SIGSTOP)
+        machines.send(late := machines.first(), signal.SIGSTOP)
         wait_for(lambda: len(machines.starts) > 1)
         [step, count, _] = machines.starts[1]
         wait_for(lambda: machines.reached > step + 9)

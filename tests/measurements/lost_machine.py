@@ -38,10 +38,10 @@ def seconds(folder: Path, number: signal.Signals) -> tuple[float, float]:
     with free_endpoint() as endpoint:
         store = Command("rendezvous", [endpoint], ROOT)
         store.stdout.readline()
-        machines = [machine(tables, name, endpoint, None) for name in ("n1", "n2")]
+        machines = [machine(tables, name, endpoint) for name in ("n1", "n2")]
         file = run / "metrics.jsonl"
         wait_for(lambda: file.exists() and max(metrics(tables), default=0) > 10, *machines)
-        spare = machine(tables, "n3", endpoint, None)
+        spare = machine(tables, "n3", endpoint)
         time.sleep(5)  # until it waits
         first, second = sorted(machines, key=lambda each: each.pid)
         tree = tree_of(first)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import signal
 
 from tests.support.machines import (
@@ -10,6 +9,7 @@ from tests.support.machines import (
     Way,
     free_endpoint,
     machine,
+    machine_of_first_rank,
     signal_all,
     start_store,
     tree_of,
@@ -58,7 +58,6 @@ class Machines:
                 self.tables,
                 name,
                 self.ways[name].address if self.cuts else self.endpoint,
-                None,
                 stand,
                 join_seconds=self.join_seconds,
                 nodes=self.nodes,
@@ -96,8 +95,7 @@ class Machines:
 
     def first(self):
         """Return the name of the machine that has rank 0."""
-        said = (run_folder_of(self.tables) / "logs" / "rank-00000.log").read_text()
-        return re.findall(r"^--- .* (m[0-9]+) rank 0 of", said, re.MULTILINE)[-1]
+        return machine_of_first_rank(self.tables)
 
     def events(self, *kinds):
         file = run_folder_of(self.tables) / "events.jsonl"

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT, Command, ranks_of
-from tests.support.tiny import write_config
+from tests.support.tiny import run_folder_of, write_config
 from torchmars.config.load import config_from_tables
 
 NEVER = "write,0,"  # stand nowhere
@@ -107,12 +108,11 @@ class Way:
                     sink.sendall(data)
 
 
-def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300, nodes="2", starts=4):
+def machine(tables, name, endpoint, stand=NEVER, join_seconds=300, nodes="2", starts=4):
     """Start a launcher with one rank of the run of `tables`, as if it were a machine.
 
-    `number` is its NODE_RANK; None where `torchmars rendezvous` runs at the endpoint. Machines of
-    an elastic run, whose `nodes` are MIN:MAX, are taken in a second after the last change. The rank
-    may be started `starts` times.
+    `torchmars rendezvous` runs at the endpoint. Machines of an elastic run, whose `nodes` are
+    MIN:MAX, are taken in a second after the last change. The rank may be started `starts` times.
     """
     folder = Path(tables["run"]["folder"]).parent
     # Of each its own: another machine may read while this one's are written.
@@ -120,8 +120,7 @@ def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300, nodes
     write_config(config_from_tables(tables, "in a test"), file)
     program.write_text(STANDING)
     variables = {"SLURMD_NODENAME": name, "NNODES": nodes, "NGPU": "1", "MAX_RESTARTS": "3"}
-    variables |= {"RDZV_ENDPOINT": endpoint, "RDZV_TIMEOUT": str(join_seconds)}
-    variables |= {"JOIN_SECONDS": "1"} | ({} if number is None else {"NODE_RANK": number})
+    variables |= {"RDZV_ENDPOINT": endpoint, "RDZV_TIMEOUT": str(join_seconds), "JOIN_SECONDS": "1"}
     log = (folder / f"{name}.log").open("w")
     return Command(
         "launch",
@@ -132,6 +131,12 @@ def machine(tables, name, endpoint, number, stand=NEVER, join_seconds=300, nodes
         stdout=log,
         stderr=log,
     )
+
+
+def machine_of_first_rank(tables):
+    """The name of the machine on which rank 0 was started last: of those that came first."""
+    said = (run_folder_of(tables) / "logs" / "rank-00000.log").read_text()
+    return re.findall(r"^--- .* (\S+) rank 0 of", said, re.MULTILINE)[-1]
 
 
 def wait_for(condition, *machines, seconds=300):
