@@ -1,5 +1,6 @@
 """What ranks print, on its way to the console and to files."""
 
+import gc
 import io
 import logging
 import os
@@ -64,6 +65,7 @@ def console_name(rank):
 @needs_proc
 def test_starts_keep_nothing_open_and_lose_no_line(tmp_path):
     """A run of a month may start its ranks many times."""
+    gc.collect()  # files that other tests have left
     logs = RankLogs(tmp_path / "logs", tmp_path, set())
     opened = []
     for start in range(4):
