@@ -49,10 +49,7 @@ BOOSTS = {
     "changelog.md": 0.1,
     "contributing.md": 0.1,
     "data.md": 2,
-    "glossary.md": 0.3,
     "log.md": 0.1,
-    "scaling.md": 0.5,
-    "tour.md": 0.2,
 }
 
 
