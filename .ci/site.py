@@ -74,7 +74,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     above = "" if page.file.src_uri in ("index.md", "changelog.md") else r"\.\./"
     markdown = re.sub(rf"\]\({above}README\.md", "](index.md", markdown)
     markdown = re.sub(rf"\]\({above}CHANGELOG\.md", "](changelog.md", markdown)
-    outside = rf"\[([^]]*)\]\({above}((?:LICENSE|examples|train_configs|torchmars)[^)]*)\)"
+    outside = rf"\[([^]]*)\]\({above}((?:LICENSE|AGENTS|CITATION|examples|train_configs|torchmars)[^)]*)\)"
     return re.sub(
         outside, lambda m: f"`{m[2]}`" if m[1] in m[2] else f"{m[1]} (`{m[2]}`)", markdown
     )

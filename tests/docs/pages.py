@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/: their blocks of code, commands, headings and links."""
+"""README.md, AGENTS.md and the pages of docs/: their blocks of code, commands, headings and links."""
 
 import re
 import shlex
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 FENCE = re.compile(r"```(\w*)")
 ASSIGNMENT = re.compile(r"([A-Z_]+)=(.*)", re.DOTALL)
