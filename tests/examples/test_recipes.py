@@ -1,4 +1,4 @@
-"""The recipes learn, on one rank or on two, and docs/recipes.md shows them as they are."""
+"""The recipes learn, on one rank or on two, and docs/own_loops.md shows them as they are."""
 
 import os
 import re
