@@ -80,6 +80,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     )
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Let a search for W&B find it: what is typed has no HTML in it."""
+    index = Path(config.site_dir) / "search" / "search_index.json"
+    index.write_text(index.read_text().replace("W&amp;B", "W&B"))
+
+
 def config_page() -> Iterator[str]:
     """Yield the lines of a page that has a table of the fields of each section of the config."""
     yield "# Every setting\n"
