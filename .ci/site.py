@@ -45,7 +45,7 @@ PYTHON = """# torchmars
 # How much a page counts in a search. Pages that name everything would come first for most words.
 BOOSTS = {
     "architecture.md": 0.1,
-    "benchmarks.md": 0.3,
+    "benchmarks.md": 0.5,
     "changelog.md": 0.1,
     "contributing.md": 0.1,
     "data.md": 2,
@@ -74,7 +74,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     above = "" if page.file.src_uri in ("index.md", "changelog.md") else r"\.\./"
     markdown = re.sub(rf"\]\({above}README\.md", "](index.md", markdown)
     markdown = re.sub(rf"\]\({above}CHANGELOG\.md", "](changelog.md", markdown)
-    outside = rf"\[([^]]*)\]\({above}((?:LICENSE|AGENTS|CITATION|examples|train_configs|torchmars)[^)]*)\)"
+    names = r"LICENSE|AGENTS|CITATION|\.github|examples|train_configs|torchmars"
+    outside = rf"\[([^]]*)\]\({above}((?:{names})[^)]*)\)"
     return re.sub(
         outside, lambda m: f"`{m[2]}`" if m[1] in m[2] else f"{m[1]} (`{m[2]}`)", markdown
     )
