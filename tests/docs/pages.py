@@ -1,4 +1,4 @@
-"""README.md, AGENTS.md and the pages of docs/: their blocks of code, commands, headings and links."""
+"""README.md, AGENTS.md and the pages of docs/: blocks of code, commands, headings and links."""
 
 import re
 import shlex
