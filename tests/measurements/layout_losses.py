@@ -1,6 +1,6 @@
 """Print how far the losses of a run on each layout are from those on 1 rank.
 
-It makes the table of docs/parallelism.md: python -m tests.measurements.layout_losses. The figure is
+docs/parallelism.md has the largest: python -m tests.measurements.layout_losses. The figure is
 the largest difference of 20 training losses and 2 validation losses, as a part of them.
 """
 
