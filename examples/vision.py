@@ -1,6 +1,6 @@
 """Train ResNet-18 or a small ViT on CIFAR-10 or CIFAR-100 with any rule of MARS, in a plain loop.
 
-The settings are those of the CIFAR runs of the MARS repository: docs/vision.md. Of a convolution's
+The settings are those of the CIFAR runs of the MARS repository: docs/extending.md. Of a convolution's
 weight [out, in, height, width], the matrix rules (mars-m, mars-shampoo, muon) orthogonalise the
 matrix [out, in height width]. The other rules work on elements.
 """
@@ -24,7 +24,7 @@ VECTOR_RATES = dict.fromkeys(("mars-adamw", "mars-lion", "mars-shampoo"), {"lr_1
 FILES = {10: (1, "data_batch_*.bin", "test_batch.bin"), 100: (2, "train.bin", "test.bin")}
 STATISTICS = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # mean, deviation by channel
 
-PARSER = argparse.ArgumentParser(description="MARS on CIFAR: see docs/vision.md.")
+PARSER = argparse.ArgumentParser(description="MARS on CIFAR: see docs/extending.md.")
 PARSER.add_argument("--data", type=Path, required=True, help="folder of CIFAR's binary files")
 PARSER.add_argument("--download", action="store_true", help="fetch it there by torchvision")
 PARSER.add_argument("--classes", type=int, choices=FILES, default=10)
