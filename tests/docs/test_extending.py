@@ -23,7 +23,8 @@ REVIEWS = 300
 def place(tmp_path_factory):
     """A folder with the page's files, and a small quickstart.toml, which goes before the real one.
 
-    Every command of the page that loads a plugin has been run there: (exit code, output, errors) by its arguments.
+    Every command of torchmars on the page has been run there: (exit code, output, errors) by its
+    arguments.
     """
     folder = tmp_path_factory.mktemp("extending")
     for name, text in named_files("python").items():
