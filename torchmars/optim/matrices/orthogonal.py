@@ -55,7 +55,7 @@ class Iteration:
         return len(self.polynomials) * 4 * short**2 * long + squares * 2 * short**3
 
 
-# Each is a name of `settings.ORTHOGONALIZE`.
+# Each is a name of `settings.Method`.
 ORTHOGONALIZERS = {
     # The quintic of Keller Jordan's Muon (Jordan et al., 2024), which every published MARS run
     # used.
