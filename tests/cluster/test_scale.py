@@ -1,4 +1,4 @@
-"""What a rank does for all others, counted where there are many of them: docs/scaling.md."""
+"""What a rank does for all others, counted where there are many of them: docs/benchmarks.md."""
 
 from torchmars import storage as storages
 from torchmars.checkpoint import manifest as manifests

@@ -26,7 +26,7 @@ EXACT = [
 OF_A_MACHINE = [
     ("README.md", "run       runs/quickstart", "train quickstart.toml"),
     ("watching.md", "run             ", "runs"),
-    ("speed.md", "tokens/s", "bench quickstart.toml"),
+    ("benchmarks.md", "tokens/s", "bench quickstart.toml"),
 ]
 
 
