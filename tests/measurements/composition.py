@@ -54,7 +54,6 @@ class Row(NamedTuple):
     """What could be wrong without an error."""
     seen: str
     """Where it was so."""
-    here: str
     case: str
     figure: str = "gradient"
     """Of `Findings`, beside the gradient."""
@@ -150,198 +149,170 @@ def beside_another(patch: pytest.MonkeyPatch) -> None:
 ROWS = [
     Row(
         "TP × z-loss",
-        "a rank's own rows of the vocabulary are taken for all: another loss on each",
-        "Megatron-LM 7452 (label smoothing), September 2026",
-        "log(Z) is of all ranks before it is used",
+        "each rank uses only its own rows of the vocabulary, and has another loss",
+        "Megatron-LM 7452 (label smoothing)",
         *("TP x FSDP", "gradient", faults.z_loss_of_own_rows),
     ),
     Row(
         "TP × losses of tokens, next logits",
-        "logits are gathered, and summed over ranks once more",
-        "Megatron-LM 7452, September 2026",
-        "one collective of three numbers for each token",
+        "logits are gathered, and then summed over ranks again",
+        "Megatron-LM 7452",
         *("TP x FSDP", "tokens"),
     ),
     Row(
         "two models × the same ranks",
-        "one takes the groups of the other",
-        "Megatron-LM 7452 (four findings), September 2026",
-        "each model has its `Layout`; there are no global groups",
+        "one uses the process groups of the other",
+        "Megatron-LM 7452 (four findings)",
         *("two models", "gradient"),
     ),
     Row(
         "TP × vectors cut by heads × clip",
         "the norm lacks the heads of other ranks",
-        "Megatron-LM 7530, September 2026",
-        "squares of shards are added over the axes that cut a tensor",
+        "Megatron-LM 7530",
         *("TP x FSDP", "norm", faults.norm_of_own_shards),
     ),
     Row(
         "CP × mean of the loss",
-        "the gradient is divided by cp once more",
-        "Megatron-LM 7513, September 2026",
-        "every target counts, and every rank has as many",
+        "the gradient is divided by cp twice",
+        "Megatron-LM 7513",
         *("CP 4", "gradient", faults.part_of_the_loss),
     ),
     Row(
         "TP × norms, routers, whole experts",
         "no sum in the backward pass: copies drift apart",
-        "Megatron-LM 1446; torchtitan 1805, 2387 (mended); NeMo-RL 3716, September 2026",
-        "a whole weight's gradient is a part of a sum (`Partial`)",
+        "Megatron-LM 1446; torchtitan 1805, 2387 (mended); NeMo-RL 3716",
         *("experts, TP", "copies", faults.no_sum_at_whole_weights),
     ),
     Row(
         "checkpoint × other stages",
-        "a stage gets the layers of another, and loading is content",
-        "Megatron-LM 7452, September 2026",
-        "names of the whole model on disk, on every layout",
+        "a stage gets the layers of another, and loading reports nothing",
+        "Megatron-LM 7452",
         *("PP, tied", "keys"),
     ),
     Row(
         "Muon × shards × resuming",
-        "the run goes on from another model, or does not load",
-        "Megatron-LM 6920, August 2026; 2625, 2617, December 2025",
-        "state by the name of the weight, as a tensor of its layout",
+        "the run continues from another model, or does not load",
+        "Megatron-LM 6920; 2625, 2617",
         *("Muon, TP x FSDP", "keys"),
     ),
     Row(
         "resuming × random numbers",
-        "ranks get those of rank 0, or none are saved",
-        "Automodel 3437; torchtitan `dcp.py`, August 2026",
-        "`rng.cpu.RANK` in the checkpoint",
+        "all ranks get the state of rank 0, or none is saved",
+        "Automodel 3437; torchtitan `dcp.py`",
         *("Muon, TP x FSDP", "keys"),
     ),
     Row(
         "PP × scale of the loss",
         "the gradient is a sum over microbatches",
-        "torchtitan 2972, April 2026 (mended)",
-        "each microbatch's mean is divided by their number",
+        "torchtitan 2972 (mended)",
         *("PP, tied", "gradient", faults.sum_of_microbatches),
     ),
     Row(
         "EP × FSDP",
         "gradients of experts are times ep",
-        "pytorch 160285; Megatron-LM 5956, July 2026 (mended)",
-        "they are scaled by tp / ep before they are averaged",
+        "pytorch 160285; Megatron-LM 5956 (mended)",
         *("experts, EP", "gradient", faults.experts_times_ep),
     ),
     Row(
         "TP × latents that heads share",
         "the gradient of the shared key is of one rank's heads",
-        "torchtitan 1373, July 2025",
-        "what is gathered has a `Partial` gradient",
+        "torchtitan 1373",
         *("latents, TP", "gradient", faults.latents_of_own_heads),
     ),
     Row(
         "TP × bias after a partial sum",
         "the bias is added by each rank",
-        "torchtitan 2106, December 2025",
-        "torch's `RowwiseParallel` adds it after the sum",
+        "torchtitan 2106",
         *("TP, biases", "gradient"),
     ),
     Row(
         "TP × loss in chunks",
-        "the gradient of a chunk is called whole",
-        "torchtitan 3412, May 2026 (mended)",
-        "products of chunks are added up in float32",
+        "the gradient of one chunk is taken for the whole",
+        "torchtitan 3412 (mended)",
         *("TP x FSDP", "gradient", faults.last_chunk_only),
     ),
     Row(
         "PP × clip",
         "the norm is of one stage, or depends on the cut",
-        "torchtitan 596 (mended), 4135, August 2026",
-        "squares in float64, added over stages",
+        "torchtitan 596 (mended), 4135",
         *("PP, tied", "norm", faults.norm_of_one_stage),
     ),
     Row(
         "HSDP, EP or TP × clip",
         "copies are counted, or shards are missed",
-        "RLinf 1558; Automodel 3816; VeOmni 862; NeMo-RL 3788, September 2026",
-        "each shard once (`ModelSums`)",
+        "RLinf 1558; Automodel 3816; VeOmni 862; NeMo-RL 3788",
         *("HSDP", "norm", faults.norm_of_all_copies),
     ),
     Row(
         "a layout × losses of routers",
         "their strength follows tp, cp, pp or accumulation",
         "Megatron-LM 3672, 5047, 5007, 7481; Automodel 1408; verl 6609",
-        "shares of the last step's whole batch, and a mean's parts",
         *("experts, TP", "gradient", faults.balance_of_every_part),
     ),
     Row(
         "recomputation × counts of experts",
         "tokens are counted twice",
-        "torchtitan 1593, 4772, August 2026",
-        "what is counted outside of the forward pass is not",
+        "torchtitan 1593, 4772",
         *("experts, PP, recomputed", "counts", faults.counts_of_recomputation),
     ),
     Row(
         "PP × biases of routers",
-        "layers are left out",
-        "torchtitan 3686, 4494, September 2026 (mended)",
-        "each rank moves those of its stages",
+        "the biases of some layers do not move",
+        "torchtitan 3686, 4494 (mended)",
         *("experts, PP, recomputed", "way", faults.last_bias_stays),
     ),
     Row(
         "groups of experts × balance",
-        "counts are of another choice than the router's",
-        "ISEEKYAN/Megatron-LM 223, September 2026",
-        "what was chosen is counted",
+        "experts are counted that the router did not choose",
+        "ISEEKYAN/Megatron-LM 223",
         *("latents, TP", "counts"),
     ),
     Row(
         "PP × reported loss",
-        "it is divided by ranks that have none",
-        "torchtitan 1759 (mended), 3111, April 2026",
-        "a mean over the ranks of the last stage",
+        "it is divided by ranks that have no loss",
+        "torchtitan 1759 (mended), 3111",
         *("PP, tied", "loss", faults.loss_of_all_ranks),
     ),
     Row(
         "PP × tied table",
         "the gradients of the two uses are not added, or counted twice in the norm",
-        "Megatron-LM 6500, 7228, September 2026; torchtitan refuses it",
-        "the copy's gradient is sent to the original, which alone is a weight",
+        "Megatron-LM 6500, 7228; torchtitan refuses it",
         *("PP, tied", "gradient", faults.tied_gradient_dropped),
     ),
     Row(
         "CP × windows",
         "windows are dropped, and the loss is plausible",
-        "accelerate 4177, August 2026 (refused now)",
-        "masks are made of places in the whole sequence",
+        "accelerate 4177 (refused since)",
         *("CP, windows, documents", "gradient", faults.windows_dropped),
     ),
     Row(
         "CP × documents",
-        "positions or masks are of the sequence",
+        "positions or masks ignore the documents",
         "torchtitan 2679: refused with flex",
-        "positions and masks of whole sequences, of which a rank takes its part",
         *("CP 4", "gradient", faults.positions_of_the_sequence),
     ),
     Row(
         "any cut × initial weights",
-        "ranks begin alike",
+        "ranks draw the same values",
         "torchtitan 514 (mended); pytorch 168058",
-        "drawn by name and tile; a rank keeps its part",
         *("TP x FSDP", "initial weights", faults.initial_weights_alike),
     ),
     Row(
         "EP × loading",
-        "experts get those of rank 0",
+        "every rank gets the experts of rank 0",
         "transformers 45662",
-        "each rank reads its part of a stack",
         *("experts, EP", "keys"),
     ),
     Row(
         "Muon × copies under TP and replicas",
         "whole copies are gathered as if they were shards",
-        "Megatron-LM 7395, September 2026; 5034 (mended)",
-        "copies by mesh and placement; roles are the whole model's",
+        "Megatron-LM 7395; 5034 (mended)",
         *("Muon, TP x FSDP", "way"),
     ),
     Row(
         "exact mode × balance × EP",
-        "two gradients of a batch take two sets of shares",
+        "the two gradients of a batch use different shares",
         "here alone",
-        "both take those that the first had",
         *("exact, EP", "gradient", faults.shares_of_another_step),
     ),
 ]
@@ -350,16 +321,14 @@ ROWS = [
 # Rows of figures of their own, beside `Findings`.
 BFLOAT16 = Row(
     "EP × bfloat16",
-    "experts are weighed or reduced in bfloat16 there alone",
-    "VeOmni 1199, September 2026",
-    "the same code on and off EP; reduction in float32",
+    "only on EP are experts weighed or reduced in bfloat16",
+    "VeOmni 1199",
     *("bfloat16", "one rank"),
 )
 DROPOUT = Row(
     "TP × dropout",
     "masks of ranks are alike, or copies drop otherwise",
     "pytorch 168058; Megatron-LM 1256",
-    "a generator for each rank; each drops its own part of a sequence",
     *("dropout", "pairs of masks alike"),
 )
 
@@ -441,13 +410,13 @@ def table(records: dict[str, dict[str, float]]) -> str:
         more = [f"{figure} {figures.get(figure, 0):.1g}"] if figure != "gradient" else []
         return ", ".join(gradient + more)
 
-    head = "what composes", "what could be wrong without an error", "seen elsewhere", "here"
+    head = "what composes", "what could be wrong without an error", "seen elsewhere"
     head += "largest difference of a gradient from float64", "with the fault"
     lines = ["<table>", *in_html("th", *head)]
     for row in (*ROWS, BFLOAT16, DROPOUT):
         without = shown(records[row.case], row.figure)
         broken = shown(records[fault_of(row)], row.figure) if row.fault else "–"
-        lines += in_html("td", row.what, row.wrong, row.seen, row.here, without, broken)
+        lines += in_html("td", row.what, row.wrong, row.seen, without, broken)
     return "\n".join([*lines, "</table>"])
 
 
