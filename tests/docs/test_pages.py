@@ -93,6 +93,25 @@ def test_the_map_has_each_room_and_no_file_that_is_gone():
     assert rooms <= set(named), "a room that docs/architecture.md does not name"
 
 
+def test_pages_that_other_files_name_exist():
+    """In code, configs, messages, tests and the changelog, each with its anchor."""
+    files = [each for each in ROOT.iterdir() if each.is_file()]
+    for folder in ("torchmars", "train_configs", "examples", "tests", ".ci", ".github"):
+        files += [each for each in (ROOT / folder).rglob("*") if each.is_file()]
+    named = [
+        (file.relative_to(ROOT), *each)
+        for file in files
+        if file.suffix in ("", ".md", ".py", ".sh", ".toml", ".yml")
+        for each in re.findall(r"\b(docs/[\w/.]+\.md)(?:#([\w-]+))?", file.read_text())
+    ]
+    assert len({file for file, *_ in named if file.parts[0] == "torchmars"}) > 5
+    assert not [
+        (file, page, anchor)
+        for file, page, anchor in named
+        if not (ROOT / page).exists() or anchor and anchor not in anchors(ROOT / page)
+    ]
+
+
 def test_files_in_backticks_exist():
     pattern = r"`((?:torchmars|tests|docs|train_configs)/[\w/.]+)`"
     for page in PAGES:

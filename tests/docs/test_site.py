@@ -38,6 +38,8 @@ def test_every_page_is_in_the_menu_once():
 
 def test_the_site_names_what_there_is():
     text = (ROOT / ".ci" / "site.py").read_text()
+    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert {*re.findall(r'^    "([\w/]+\.md)": [\d.]+,$', text, re.MULTILINE)} <= {*in_menu(menu)}
     names = re.findall(r"^::: (torchmars\.\S+)$", text, re.MULTILINE)
     assert len(names) > 5
     for name in names:

@@ -25,7 +25,7 @@ from torchmars.storage.local import FileOwner
 from torchmars.storage.storage import LostOwnership
 
 # Seconds after which a thread that runs Python gives way to another that wants to, during a save.
-# docs/benchmarks.md has the time that training loses to a save.
+# docs/benchmarks.md#saving-a-checkpoint has the time that training loses to a save.
 SWITCH_INTERVAL = 1e-4
 
 
