@@ -1,18 +1,20 @@
 """Folders of transformers that are not what they should be: one line each, and no code is run."""
 
 import json
+import math
 import os
 import re
 import struct
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.commands.test_forged_manifests import altered
 from tests.models.test_moe import GLM
 from tests.support.commands import run_command
-from tests.support.mistakes import fuzz, mistake, sizes
+from tests.support.mistakes import mistake
 from tests.support.tiny import tiny_config, write_text
 from tests.support.tokenizers import letters
 from torchmars.config.gpt2 import GPT2Args
@@ -170,18 +172,30 @@ def test_what_is_wrong_is_one_line(folder, case):
     assert sorted(folder.parent.rglob("*")) == files
 
 
+JUNK = st.one_of(
+    st.sampled_from([None, True, False, "", "llama", [], {}, [[]], 0, -1, 1.5, math.inf, 10**30]),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=6),
+    st.lists(st.integers(-2, 5), max_size=3),
+    st.dictionaries(st.text(max_size=6), st.integers(-2, 5), max_size=2),
+)
+
+
 @pytest.mark.parametrize("kind", MODELS)
-@sizes
+@pytest.mark.parametrize("examples", [20, pytest.param(2000, marks=pytest.mark.slow)])
 def test_any_config_is_read_or_refused_in_one_line(tmp_path, kind, examples):
     folder = make_folder(tmp_path / "model", MODELS[kind])
-    text = (folder / CONFIG).read_text()
+    config = json.loads((folder / CONFIG).read_text())
     assert mistake(open_folder, folder) == ""
 
-    def check(value):
-        (folder / CONFIG).write_text(json.dumps(value))
+    @settings(max_examples=examples, derandomize=True, database=None, deadline=None)
+    @given(st.dictionaries(st.sampled_from([*config, "x"]), JUNK, min_size=1, max_size=2))
+    def check(junk):
+        (folder / CONFIG).write_text(json.dumps(config | junk))
         mistake(open_folder, folder)
 
-    fuzz(examples, altered(json.loads(text)), check)
+    check()
 
 
 @pytest.mark.parametrize("case", ["pickle only", "overlapping", "extra", "index above"])

@@ -1,4 +1,4 @@
-"""What users get wrong, drawn by hypothesis, and what must become of it."""
+"""What users get wrong, and what must become of it."""
 
 import contextlib
 import io
@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
 
 from tests.support.tiny import tiny_config, write_config, write_text
 from torchmars.checkpoint.folder import step_folder
@@ -21,20 +20,6 @@ from torchmars.models.initialize import init_weights
 from torchmars.storage.storage import MANIFEST
 from torchmars.training.optimizer import build_optimizer
 from torchmars.training.preparation import prepare_data
-
-sizes = pytest.mark.parametrize("examples", [20, pytest.param(2000, marks=pytest.mark.slow)])
-
-
-def fuzz(examples, strategy, check):
-    """Call `check` with what `strategy` draws."""
-    configured = settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    configured(given(strategy)(lambda drawn: check(drawn)))()
 
 
 @contextlib.contextmanager

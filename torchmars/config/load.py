@@ -166,13 +166,12 @@ def read_toml(path: Path) -> Tables:
         return tomli.loads(read_text(path))
     except OSError as error:
         near = nearest_config(path) if isinstance(error, FileNotFoundError) else ""
-        raise UserError(
-            f"cannot read the config {path}: {error.strerror}: "
-            + (
-                (near and f"did you mean {near}?")
-                or "name a TOML file, or a preset (torchmars presets)"
-            )
-        ) from None
+        named = os.environ.get("CONFIG_FILE", "")
+        verb = "set CONFIG_FILE to" if str(path) in (named, *named.split()) else "name"
+        remedy = f"{verb} a TOML file, or a preset (torchmars presets)"
+        if near:
+            remedy = f"did you mean {near}?"
+        raise UserError(f"cannot read the config {path}: {error.strerror}: {remedy}") from None
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or nested too deeply
         raise UserError(f"{path} is not valid TOML: {error}") from None
 
