@@ -1,8 +1,8 @@
 """Train ResNet-18 or a small ViT on CIFAR-10 or CIFAR-100 with any rule of MARS, in a plain loop.
 
-The settings are those of the CIFAR runs of the MARS repository: docs/extending.md. Of a convolution's
-weight [out, in, height, width], the matrix rules (mars-m, mars-shampoo, muon) orthogonalise the
-matrix [out, in height width]. The other rules work on elements.
+The settings are those of the CIFAR runs of the MARS repository: docs/extending.md. Of the weight of
+a convolution [out, in, height, width], the matrix rules (mars-m, mars-shampoo, muon) orthogonalise
+the matrix [out, in height width]. The other rules work on elements.
 """
 
 import argparse
