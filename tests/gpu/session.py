@@ -1,4 +1,4 @@
-"""What a GPU can do, in seven commands of at most nine minutes each, the most telling first.
+"""What a GPU can do, in eight commands of at most nine minutes each, the most telling first.
 
 Number 7 is for a GPU that is lent for minutes: in less than four it measures what a user asks of
 one GPU first.
