@@ -77,7 +77,7 @@ WRONG = {
     "ranks": [train(ranks=each) for each in (0, -1, None, 1.5, "2", True, NAN, 1001, np.int64(2))],
     "config": [
         *(train(each) for each in (None, 3, b"x", {"training": {}}, [None], Other(), iter(["x"]))),
-        *(train(each) for each in ("", "\0", HALF, "a" * 5000, ["tiny.toml", 3], Config(), {"x"})),
+        *(train(each) for each in ("", "\0", HALF, ["tiny.toml", 3], Config(), {"x"})),
         *(train(each) for each in ("nothing.toml", "folder", Path("nothing.toml"))),
         lambda model: torchmars.run_training(load_config(["tiny.toml"], ""), run={"name": "x"}),
     ],
@@ -108,7 +108,7 @@ WRONG = {
     "temperature": [generate(temperature=each) for each in (-1, NAN, math.inf, "x", 1j, None)],
     "top_k": [generate(top_k=each) for each in (0, 1.5, "x", True)],
     "top_p": [generate(top_p=each) for each in (0, 1.5, NAN, "x")],
-    "seed": [generate(seed=each) for each in (None, 1.5, "x", NAN, HUGE)],
+    "seed": [generate(seed=each) for each in (None, 1.5, "x", NAN)],
     "text": [
         *(logits(each) for each in (None, 3, b"x", [1], HALF, np.array([1]), Other())),
         *(ids(*each) for each in ([], [1.0], [True], [10**6], [-1], [[[1]]], [[], []])),
