@@ -5,6 +5,7 @@ import errno
 import fcntl
 import hashlib
 import io
+import math
 import os
 import shutil
 import stat
@@ -268,14 +269,27 @@ def locked(file: Path, doing: str, patience: float | None = None) -> Iterator[No
 def own_cores(system: Path = Path("/")) -> int:
     """Return the CPU cores that this process may use: at least 1.
 
-    They are those of its affinity and, in a container, of its quota, rounded down. `system` is the
-    folder that has /sys.
+    They are the least of its affinity and of the quotas of its control group and of those above,
+    rounded down. `system` is the folder that has /proc and /sys.
     """
-    cores, groups = len(os.sched_getaffinity(0)), system / "sys/fs/cgroup"
-    # By version 2 of control groups, and by version 1.
-    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+    least = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError, ValueError):  # a system that does not tell
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            # Version 2 names none. By version 1, time has groups of its own. A container may see
+            # its group at the root, and under none of its names.
+            if not controllers or "cpu" in controllers.split(","):
+                group = PurePath(controllers) / path.lstrip("/")
+                for each in (group, *group.parents):
+                    least = min(least, quota_of(system / "sys/fs/cgroup" / each))
+    return max(1, int(least))
+
+
+def quota_of(group: Path) -> float:
+    """Return how many cores' time a control group may use, by version 2 or 1."""
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
         with contextlib.suppress(OSError, ValueError):  # there is no such file; "max"
-            texts = [(groups / name).read_text() for name in names]
-            quota, period = map(int, " ".join(texts).split())
-            cores = min(cores, quota // period) if quota > 0 else cores
-    return max(1, cores)
+            quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
+            if quota > 0:
+                return quota / period
+    return math.inf
