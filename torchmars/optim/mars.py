@@ -5,6 +5,7 @@ ICML 2025, arXiv 2411.10438; Liu et al., "MARS-M", arXiv 2510.21800.
 """
 
 import importlib
+import inspect
 import logging
 import math
 from collections import defaultdict
@@ -168,7 +169,7 @@ class MARS(torch.optim.Optimizer):
                 param_group, self.defaults, self._given, len(self.param_groups)
             )
         self._follow()
-        super().add_param_group(param_group)
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)  # no compiler
         group = self.param_groups[-1]
         try:
             check_parameters(group, len(self.param_groups) - 1)
@@ -206,8 +207,7 @@ class MARS(torch.optim.Optimizer):
                 logger.warning(
                     "the optimizer's kernels cannot be compiled by Triton here, and steps take "
                     f"longer: {type(error).__name__}: {shown(error)}; set TRITON_CACHE_DIR to a "
-                    "folder that can be written, or compile=False, in a config training.compile = "
-                    "false"
+                    "folder that can be written, or compile=False (in a config training.compile)"
                 )
         self.grad_norm, self.skipped = (
             torch.zeros_like(each, device=device) if each.is_meta else each.to(device)
