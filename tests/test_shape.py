@@ -13,7 +13,7 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 51, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 34_240
+IN_ALL = 34_130
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
@@ -28,7 +28,7 @@ OF_ROOMS = {
     "models": 1_906,
     "optim": 5_191,
     "parallel": 2_950,
-    "planning": 1_245,
+    "planning": 1_141,
     "records": 970,
     "reports": 600,
     "storage": 660,

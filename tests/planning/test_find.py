@@ -11,7 +11,7 @@ from tests.support.full import FULL
 from tests.support.tiny import tiny_tables
 from torchmars.config.load import config_from_tables, load_config
 from torchmars.core.errors import UserError
-from torchmars.planning.find import divisors, find_layouts, layout_options, planned
+from torchmars.planning.find import find_layouts, layout_options, planned
 
 WORLD_SIZE, PER_NODE, GIB = 16, 8, 2**30
 
@@ -37,7 +37,6 @@ def test_every_layout_that_divides_is_planned(tmp_path):
     assert all(math.prod(each[:5]) == 24 for each in degrees)
     modes = {(plan.degrees.tp > 1, plan.memory.mode) for plan in plans}
     assert (True, "full") not in modes and {(False, "full"), (True, "none")} <= modes
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
 def test_the_table(tmp_path):

@@ -67,7 +67,7 @@ def find_layouts(
 
 def order(plan: Plan) -> tuple[float, int]:
     """Return the time of a plan's passes, and its peak."""
-    return max(plan.times), plan.largest.peak
+    return plan.time_of_passes, plan.largest.peak
 
 
 def seconds(plan: Plan) -> float:
@@ -88,24 +88,18 @@ def planned(config: ResolvedConfig, world_size: int, per_node: int) -> Iterator[
         if world_size % (tp * pp * cp) or cp > longest or pp > costs.model.n_layer:
             continue
         replicas = sorted({1, math.gcd(copies, max(1, world_size // per_node))})
-        axes = dict(tp=tp, pp=pp, cp=cp, ep=ep, dp_shard=-1)
         schedules = ("1F1B", "Interleaved1F1B")[: 1 + (pp > 1)]
-        forms = product(schedules, sizes, replicas, ("sharded", "whole"), MODES)
-        for schedule, size, dp_replicate, accumulate, mode in forms:
-            form = dict(pp_schedule=schedule, dp_replicate=dp_replicate, accumulate=accumulate)
-            layout = with_options(config, "parallelism", axes | form)
-            layout = with_options(layout, "training", {"microbatch_size": size})
-            layout = with_options(layout, "activation_checkpoint", {"mode": mode})
+        forms = product(replicas, schedules, ("sharded", "whole"), sizes, MODES)
+        for dp_replicate, schedule, accumulate, size, mode in forms:
+            axes: list[Any] = [dp_replicate, -1, tp, cp, ep, pp, schedule, accumulate]
+            layout: Any = config
+            for (section, names), values in zip(TRIED.items(), (axes, [size], [mode])):
+                changed: Any = replace(getattr(layout, section), **dict(zip(names, values)))
+                layout = replace(layout, **{section: changed})
             with suppress(UserError):
                 plan = Plan(costs, layout, world_size, per_node)
                 if accumulate == "sharded" or plan.microbatches[1] > 1:
                     yield plan
-
-
-def with_options(config: ResolvedConfig, section: str, options: dict[str, Any]) -> ResolvedConfig:
-    """Return a config with other options in a section."""
-    changed: dict[str, Any] = {section: replace(getattr(config, section), **options)}
-    return replace(config, **changed)
 
 
 def divisors(number: int) -> list[int]:

@@ -16,12 +16,10 @@ from torch import nn
 from torchmars.config import Degrees, ResolvedConfig
 from torchmars.models import Model
 from torchmars.models.attention import has_kernel
-from torchmars.models.moe import MoE
 from torchmars.optim import MARS
 from torchmars.parallel import cuts
 
 ROWS = ("rows", "fused rows", "gathered rows", "tokens")
-SELECTED = 0.7  # of what "selective" keeps, a pass that keeps all has the same
 
 
 class Weight(NamedTuple):
@@ -63,12 +61,11 @@ def entries_of(weight: Weight, degrees: Degrees) -> tuple[int, int, int]:
 class ModelCosts:
     """A model and its optimizer, before any layout; `itemsize` is that of the compute dtype."""
 
-    def __init__(self, model: Model, optimizer: MARS | None, itemsize: int) -> None:
+    def __init__(self, model: Model, optimizer: MARS, itemsize: int) -> None:
         self.model, self.optimizer, self.itemsize = model, optimizer, itemsize
         self.tied, self.flops = model.output is None, model.flops_per_token()
-        self.head_in_blocks, self.used = cuts.head_in_blocks(model), used_experts(model)
-        self.head = "tok_embed.weight" if self.tied else "output.weight"
-        states = state_bytes(optimizer) if optimizer else {}
+        self.head_in_blocks, self.routed = cuts.head_in_blocks(model), model.routed()
+        states = state_bytes(optimizer)
         self.blocks: list[dict[str, Weight]] = [{} for _ in model.blocks]
         """The weights of each block, and those of the embedding, and of the last norm and head."""
         self.first: dict[str, Weight] = {}
@@ -78,19 +75,15 @@ class ModelCosts:
             of_ends = self.first if top in model.inputs else self.last
             module, experts = name.rpartition(".")[0], ".experts." in name and parameter.ndim == 3
             cut = None if experts else cuts.cut_of(module, model.cuts)
-            weight = Weight(tuple(parameter.shape), cut, experts, states.get(name, 0))
+            weight = Weight(tuple(parameter.shape), cut, experts, states[name])
             (self.blocks[int(number)] if top == "blocks" else of_ends)[name] = weight
-        kinds: dict[object, str] = {}
-        self.kinds = [
-            kinds.setdefault((*weights.values(),), str(number))
+        alike: dict[object, str] = {}
+        self.alike = [
+            alike.setdefault((*weights.values(),), str(number))
             for number, weights in enumerate(self.blocks)
         ]
         """Of each block the number of the first that is like it."""
         self.kept = functools.cache(functools.partial(block_bytes, model, itemsize))
-
-    def mixture(self, block: int) -> MoE | None:
-        """Return the experts of a block, if it has some."""
-        return self.model.routed().get(self.kinds[block])
 
 
 def state_bytes(optimizer: MARS) -> dict[str, int]:
@@ -104,29 +97,16 @@ def state_bytes(optimizer: MARS) -> dict[str, int]:
     return found
 
 
-def used_experts(model: Model) -> int:
-    """Return how many experts of a block a token uses."""
-    stacks = sum(each.numel() for each in model.parameters() if each.ndim == 3)
-    unused = (model.parameter_count - model.active_count) / max(stacks, 1)
-    return round(model.experts * (1 - unused))
-
-
-def norm_bytes(norm: nn.Module, b: int) -> int:
-    """Return what a norm keeps of each entry of `b` bytes: of an RMS norm two in float32."""
-    return b if isinstance(norm, nn.LayerNorm) else 8
-
-
 def block_bytes(model: Model, b: int, number: str, tp: int, cp: int) -> dict[str, float]:
     """Return what block `number` keeps of each token of a rank, layer by layer, in bytes.
 
-    By the mode of activation checkpointing; "working": in the backward pass, at its worst moment;
-    "rows": the part of experts' rows. Entries of hidden states have `b` bytes. Layers are cut over
-    `tp` ranks, and keys and values are gathered from `cp`.
+    By the mode of activation checkpointing; "working": in the backward pass, at its worst moment.
+    Entries of hidden states have `b` bytes. Layers are cut over `tp` ranks, and keys and values are
+    gathered from `cp`.
     """
-    none = selective = working = rows = 0.0
+    none = selective = 0.0
     mixture = model.routed().get(number)
     inputs: dict[tuple[str, int, bool], float] = {}  # layers that take the same keep it once
-    inner: dict[str, list[int]] = {}  # outputs of layers that are cut by rows, by their parent
     for name, module in model.blocks[number].named_modules():
         weight, (parent, _, own) = module._parameters.get("weight"), name.rpartition(".")
         if weight is None or (mixture is not None and module is mixture.router):
@@ -134,7 +114,8 @@ def block_bytes(model: Model, b: int, number: str, tp: int, cp: int) -> dict[str
         if weight.ndim == 1:
             heads = dict(zip("qk", model.heads)).get(own[:1], 1)
             width = len(weight) * (heads if len(weight) == model.head_width else 1)
-            none += width * norm_bytes(module, b) / tp
+            # Of an RMS norm two entries in float32.
+            none += width * (b if isinstance(module, nn.LayerNorm) else 8) / tp
             continue
         outs, ins = weight.flatten(1).shape
         cut = cuts.cut_of(f"blocks.{number}.{name}", model.cuts)
@@ -144,12 +125,8 @@ def block_bytes(model: Model, b: int, number: str, tp: int, cp: int) -> dict[str
             selective += outs * b * (1 + (tp > 1) / tp)
         else:
             selective += outs * b / tp
-            inner.setdefault(parent, []).append(outs)
-    for parent, widths in inner.items():
-        if parent.startswith("mlp"):  # beside a gate also what its activation made
-            gated = len(widths) > 1
-            none += (sum(widths) + gated * widths[0]) * b / tp
-            working = max(working, (1 + gated) * widths[0] * b / tp)
+            if parent.startswith("mlp"):  # of a gate also what its activation made
+                none += outs * b * (1 + (own == "gate")) / tp
     # Queries, keys, values and what is mixed of them, all as wide, and sums of exponentials.
     heads, kv_heads = model.heads
     wide = max(model.head_width, model.mixed_width // heads - model.head_width)
@@ -157,19 +134,15 @@ def block_bytes(model: Model, b: int, number: str, tp: int, cp: int) -> dict[str
     none += sum(inputs.values()) + mixed + (heads + 2 * kv_heads * cp) * wide * b / tp
     none += 2 * model.width * (model.dropout > 0)
     selective += mixed + model.width * b / tp
-    full, working = model.width * b / tp, working + model.width * b
+    full, working = model.width * b / tp, float(model.width * b)
     if mixture is not None:
-        used, experts = used_experts(model), model.experts
+        used = mixture.router.used
         within = next(mixture.experts.parameters()).shape[1]
-        kept = used * (4 * within + 2 * model.width) * b
-        none += (kept + 4 * (model.width + 2 * experts) + 48 * used) / tp
-        selective += (used * (2 * within + 3 * model.width) * b + 4 * experts + 12 * used) / tp
-        full += 12 * used / tp
+        none += used * (4 * within + 2 * model.width) * b / tp
+        selective += used * (2 * within + 3 * model.width) * b / tp
         # Gradients of experts' outputs, once more in float32: the weights of a router are.
-        working = (used * (4 + b) + 6) * model.width / tp
-        rows = (kept + used * (4 + b) * model.width) / tp
-    found = {"none": none, "selective": selective, "full": full}
-    return found | {"working": working, "rows": rows}
+        working = used * (4 + b) * model.width / tp
+    return {"none": none, "selective": selective, "full": full, "working": working}
 
 
 @dataclass(frozen=True)
@@ -209,12 +182,12 @@ class Stage:
     last: bool
     blocks: range
     weights: dict[str, Weight]
-    units: list[int]
-    """Entries of what is gathered together: blocks, without experts that are dealt out."""
     dealt: list[int]
-    """Entries of these experts, block by block."""
+    """Entries of experts that are dealt out, block by block."""
     ends: list[int]
     """Entries of table and head, which are gathered apart."""
+    unit: int
+    """Entries of the largest unit of blocks, which are gathered together."""
     kept: float
     """Bytes that the blocks keep of a microbatch."""
     again: float
@@ -230,11 +203,15 @@ class LayoutMemory:
         self.costs, self.config, self.degrees, self.device = costs, config, degrees, device
         training, self.parallelism = config.training, config.parallelism
         self.mode = config.activation_checkpoint.mode
-        size, self.microbatches = training.microbatches(degrees.data, self.parallelism.stages)
-        self.tokens = size * training.seq_len // degrees.cp
+        stages = self.parallelism.stages
+        self.size, self.microbatches = training.microbatches(degrees.data, stages)
+        self.passes = config.optimizer.passes
+        self.every = self.microbatches * self.passes
+        """How many microbatches pass in a step: in exact mode twice."""
+        self.tokens = self.size * training.seq_len // degrees.cp
         kernel = has_kernel(device, getattr(torch, training.dtype), costs.model.dropout)
         masked = config.data.separate_documents and not kernel
-        self.mask = size * training.seq_len**2 * costs.itemsize * masked
+        self.mask = self.size * training.seq_len**2 * costs.itemsize * masked
         """Bytes of the mask that keeps documents apart, where no kernel does."""
         self.hidden = self.tokens // degrees.tp * costs.model.width * costs.itemsize
         """Bytes of a microbatch's hidden states between blocks."""
@@ -262,7 +239,7 @@ class LayoutMemory:
     def kept(self, block: int) -> dict[str, float]:
         """Return what a block keeps of a token, in bytes."""
         gathered = self.degrees.cp if self.parallelism.cp_method == "all-gather" else 1
-        return self.costs.kept(self.costs.kinds[block], self.degrees.tp, gathered)
+        return self.costs.kept(self.costs.alike[block], self.degrees.tp, gathered)
 
     def part(self, blocks: range, first: bool, last: bool) -> Stage:
         """Return a stage that has these blocks."""
@@ -270,25 +247,25 @@ class LayoutMemory:
         weights, sizes, dealt, kept, again = dict[str, Weight](), [], [], 0.0, 0.0
         for block in blocks:
             weights |= costs.blocks[block]
-            apart = [each for each in costs.blocks[block].values() if each.experts and ep > 1]
-            sizes.append(self.entries(costs.blocks[block].values())[0] - self.entries(apart)[0])
-            dealt += [self.entries(apart)[0]] if apart else []
+            own = costs.blocks[block].values()
+            dealt.append(self.entries(each for each in own if each.experts and ep > 1)[0])
+            sizes.append(self.entries(own)[0] - dealt[-1])
             each = self.kept(block)
             kept += self.tokens * each[self.mode]
-            same = {"none": each["none"], "selective": SELECTED * each["selective"]}
-            more = each["none"] - same.get(self.mode, 0.0) + each["working"]
-            again = max(again, self.tokens * more)
-        together = cuts.together(sizes, cuts.UNIT_BYTES[self.device] // costs.itemsize)
-        units = [sum(sizes[place] for place in unit) for unit in together]
+            made = each["none"] - each[self.mode] + each["working"]
+            again = max(again, self.tokens * made)
+        units = cuts.together(sizes, cuts.UNIT_BYTES[self.device] // costs.itemsize)
+        unit = max(sum(sizes[place] for place in each) for each in units)
         embedding, head = costs.first if first else {}, costs.last if last else {}
         if last and costs.tied and not first:  # a copy, which the optimizer does not know
-            embedding = {"copy": costs.first[costs.head]}
+            embedding = {"copy": costs.first["tok_embed.weight"]}
         outside = [embedding | head] if costs.tied else [embedding, head]
         ends = [self.entries(each.values())[0] for each in outside if each]
-        every, weights = sum(units) + sum(ends), weights | embedding | head
+        weights |= embedding | head
+        every = self.entries(weights.values())[0] - sum(dealt)
         if cuts.is_one_unit(every * costs.itemsize, self.device, self.parallelism):
-            units, ends = [], [every]
-        return Stage(first, last, blocks, weights, units, dealt, ends, kept, again)
+            unit, ends = every, [every]
+        return Stage(first, last, blocks, weights, dealt, ends, unit, kept, again)
 
     def loss(self) -> tuple[float, int]:
         """Return the bytes in work while the loss is computed, and of the head's gradient."""
@@ -298,7 +275,7 @@ class LayoutMemory:
         logit = b if self.config.training.compile else b + 4 + 4 * (b < 4)
         head = self.rows * model.width
         sums = head * (b if self.chunks == 1 else 4 + b * (b < 4))  # of chunks, in float32
-        hidden = model.width * (2 * b + (b + norm_bytes(model.norm, b)) / self.degrees.tp)
+        hidden = 3 * model.width * b
         chunk = math.ceil(tokens / self.chunks) * self.rows
         return chunk * logit + sums + tokens * hidden, head * b
 
@@ -328,67 +305,37 @@ class LayoutMemory:
     def moments(self, rank: int, parts: list[Stage]) -> Iterator[tuple[float, float, str]]:
         """Yield activations and gathered bytes at the moments that may be the worst."""
         gathered, held = self.entries(each for part in parts for each in part.weights.values())
-        b, many, tied = self.costs.itemsize, self.microbatches > 1, self.costs.tied
+        b, many, last = self.costs.itemsize, self.microbatches > 1, parts[-1]
         whole = self.alone or self.parallelism.accumulate == "whole"
         before = many * 4 * (gathered if whole else held)  # gradients of former microbatches
-        last = [part.ends if part.ends and (part.first or tied) else part.units for part in parts]
-        reduced = many * (not whole) * 4 * sum(units[0] for units in last)  # their last exchange
-        at_loss = at_block = still = reduced + b * gathered
+        kept = self.mask + self.in_flight(rank, len(parts)) * sum(part.kept for part in parts)
+        loss, head = self.loss() if last.last else (0.0, 0)
+        again = max(part.again for part in parts) + head
         if self.alone:
-            at_loss = at_block = b * gathered * (b < 4)  # copies
-            yield at_loss, at_loss + 4 * gathered, "the end of the backward pass"
+            copies = b * gathered * (b < 4)
+            at_loss = at_block = before + copies
+            yield copies, before + copies + 4 * gathered, "the end of the backward pass"
         else:
+            # FSDP keeps the buffers of an exchange until another follows.
+            largest = max(size for part in parts for size in (part.unit, *part.ends))
+            buffer = many * (not whole) * 4 * largest
             shards = self.degrees.dp_shard * self.degrees.cp
+            at_loss = at_block = before + buffer + b * gathered
             if self.degrees.pp == 1 and self.parallelism.blocks_reshard(shards):
-                (part,), still = parts, 0
-                at_loss, at_block = self.gathered_units(part, reduced)
-                unit = 2 * b * (part.units or part.ends)[-1]  # with the buffer of its exchange
-                yield part.kept, before + unit + b * part.ends[0], "the forward pass of blocks"
-            largest = max(max(part.units or part.ends) for part in parts)
-            rest = sum(part.kept * (1 - 1 / max(1, len(part.units))) for part in parts)
-            yield rest + (b + 4) * largest, before + still, "the reduction of gradients"
-        loss, head = self.loss()
-        for counts, part in self.in_flight(rank, parts):
-            kept = self.mask + sum(count * each.kept for count, each in zip(counts, parts))
-            again = part.again + part.last * head
-            yield kept + again, before + at_block, "a block's backward pass"
-            if part.last:
-                yield kept + loss, before + at_loss, "the loss"
+                alone = shards * self.degrees.tp == self.degrees.ep  # whole experts stay
+                dealt = b * (sum(last.dealt) if alone else 2 * max(last.dealt))
+                at_loss = before + buffer + 2 * b * last.ends[-1] + alone * dealt
+                at_block = before + 2 * b * last.unit + dealt + 4 * last.ends[-1]
+        yield kept + again, at_block, "a block's backward pass"
+        yield kept + loss, at_loss, "the loss"
 
-    def gathered_units(self, part: Stage, reduced: int) -> tuple[int, int]:
-        """Return what is gathered of units while the loss is computed, and the last block's pass.
-
-        FSDP has a unit and the next one, and until another follows also the buffers of the last
-        exchange: `reduced` bytes are those of a former microbatch.
-        """
-        b, tied = self.costs.itemsize, self.costs.tied
-        shards = self.degrees.dp_shard * self.degrees.cp * self.degrees.tp // self.degrees.ep
-        dealt = b * sum(part.dealt if shards == 1 else part.dealt[-2:])
-        table, units = b * part.ends[0 if tied else -1], part.units or part.ends
-        at_loss = reduced + table + (b * units[-1] if tied else table)
-        at_block = b * sum(part.units[-2:]) + dealt + (table + reduced if tied else table * 4 // b)
-        return max(at_loss, (shards == 1) * dealt), at_block
-
-    @property
-    def moved(self) -> float:
-        """Bytes of experts' rows on a rank: twice its share of tokens takes as much again."""
-        rows = [self.kept(block)["rows"] for block in self.parts[0].blocks]
-        many = len(rows) * min(self.degrees.pp, self.microbatches) if self.mode == "none" else 1
-        return self.tokens * max(rows) * many
-
-    def in_flight(self, rank: int, parts: list[Stage]) -> Iterator[tuple[list[int], Stage]]:
-        """Yield of how many microbatches each of the rank's stages keeps what passed, and which
-        stage goes back next.
+    def in_flight(self, rank: int, places: int) -> float:
+        """Return of how many microbatches each of a rank's stages keeps what passed, on average.
 
         Source: Narayanan et al. 2021, arXiv 2104.04473.
         """
-        ranks, places = self.degrees.pp, len(parts)
-        every = self.microbatches * places if ranks > 1 else 1
+        ranks, every = self.degrees.pp, self.microbatches * places
+        if ranks == 1:
+            return 1
         most = ranks - rank if places == 1 else 2 * (ranks - rank - 1) + (places - 1) * ranks + 1
-        most = every if self.parallelism.pp_schedule == "GPipe" else min(most, every)
-        counts = [sum(n // ranks % places == place for n in range(most)) for place in range(places)]
-        for done in range(min(ranks * places, every - most) + 1):
-            back = places - 1 - done // ranks % places
-            yield [*counts], parts[back]
-            counts[back] -= 1
-            counts[(most + done) // ranks % places] += 1
+        return (every if self.parallelism.pp_schedule == "GPipe" else min(most, every)) / places

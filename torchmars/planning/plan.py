@@ -15,7 +15,6 @@ from torchmars.data.mixture import Mixture
 from torchmars.data.shares import shares_from_start
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import build_run_model
-from torchmars.optim import MARS
 from torchmars.optim.matrices.agreement import multiplies_bfloat16
 from torchmars.optim.matrices.exchange import OwnerLoads
 from torchmars.parallel.checks import check_layout
@@ -36,7 +35,6 @@ SPEEDS = (  # in words
     f"{FLOPS / 1e12:.0f} TFLOP/s of each GPU, {NVLINK / 1e9:.0f} GB/s within a machine and "
     f"{NETWORK / 1e9:.0f} GB/s between machines"
 )
-PER_NODE = 8  # GPUs of a machine
 GENERATOR = 16  # bytes of a GPU's random number generator
 # What activation checkpointing adds to a backward pass, in forward passes. "selective" keeps the
 # dear results.
@@ -59,7 +57,8 @@ class Plan:
         `config` has resolved dtypes. Raises `UserError` if it does not divide.
         """
         device = GPU_TYPE if per_node else "cpu"
-        self.costs, self.whole, self.data = costs, costs.model, data
+        self.costs, self.whole, self.optimizer = costs, costs.model, costs.optimizer
+        self.data = data
         self.world_size, self.per_node = world_size, per_node
         self.degrees = config.parallelism.degrees(world_size)
         check_layout(config, self.degrees, self.whole)
@@ -67,12 +66,8 @@ class Plan:
         self.memory = LayoutMemory(costs, self.config, self.degrees, device)
         self.ranks = self.memory.ranks
         """The memory of each rank of a pipeline, or of the only one."""
-
-    @property
-    def microbatches(self) -> tuple[int, int]:
+        self.microbatches = self.memory.size, self.memory.microbatches
         """Sequences of a microbatch, and microbatches of a step."""
-        stages = self.config.parallelism.stages
-        return self.config.training.microbatches(self.degrees.data, stages)
 
     @property
     def largest(self) -> RankMemory:
@@ -92,12 +87,6 @@ class Plan:
         return weights + state + buffers + counts + skipped + generators * self.world_size
 
     @property
-    def optimizer(self) -> MARS:
-        """The optimizer of the whole model, without memory."""
-        assert self.costs.optimizer is not None
-        return self.costs.optimizer
-
-    @property
     def epochs(self) -> dict[str, float]:
         """How often the run reads each corpus, by its folder; none if one is not prepared yet."""
         if self.data is None:
@@ -112,9 +101,10 @@ class Plan:
         }
 
     @property
-    def flops_per_token(self) -> int:
-        """FLOPs of the forward and backward passes of one token, with exact mode's look-ahead."""
-        return self.config.optimizer.passes * self.costs.flops
+    def flops(self) -> int:
+        """FLOPs of the forward and backward passes of a step, with exact mode's look-ahead."""
+        training, passes = self.config.training, self.config.optimizer.passes
+        return passes * self.costs.flops * training.tokens_per_step
 
     @cached_property
     def bubble(self) -> float:
@@ -123,7 +113,7 @@ class Plan:
         (p - 1) / (n + p - 1) if all stages cost the same: Narayanan et al. 2021, arXiv 2104.04473,
         section 2.2. More if a rank has more to do.
         """
-        pp, rounds = self.degrees.pp, self.microbatches[1] * len(self.memory.own[0])
+        pp, rounds = self.degrees.pp, self.memory.microbatches * len(self.memory.own[0])
         loads = [float(sum(map(len, rank.stages.values()))) for rank in self.ranks]
         loads[-1] += self.costs.head_in_blocks  # the last stage is the last rank's
         return 1 - sum(loads) / pp / max(loads) * rounds / (rounds + pp - 1)
@@ -134,20 +124,19 @@ class Plan:
         return [traffic_of(self.memory, rank) for rank in range(self.degrees.pp)]
 
     @cached_property
-    def times(self) -> list[float]:
-        """The seconds that the passes of a step take each rank of the pipeline, on GPUs.
+    def time_of_passes(self) -> float:
+        """The seconds that the passes of a step take, on GPUs.
 
         Ranks compute, and wait for what layers exchange and for each other. FSDP and a pipeline
         send meanwhile: what takes longer than to compute is waited for.
         """
-        flops = self.flops_per_token * self.config.training.tokens_per_step
         again = 1 + AGAIN[self.config.activation_checkpoint.mode] / 3
-        compute, found = flops * again / self.world_size / FLOPS, []
+        compute, times = self.flops * again / self.world_size / FLOPS, []
         for sent in self.passes:
             layers = sum(self.way(each) for each in sent if each.waited)
             weights = sum(self.way(each) for each in sent if not each.waited)
-            found.append((compute + layers) / (1 - self.bubble) + max(0, weights - compute))
-        return found
+            times.append((compute + layers) / (1 - self.bubble) + max(0, weights - compute))
+        return max(times)
 
     def way(self, sent: Sent) -> float:
         """Return the seconds for which something is on its way."""
@@ -177,14 +166,9 @@ class Plan:
         return [*self.passes[self.busiest], *self.owned[1]]
 
     @property
-    def owner_loads(self) -> OwnerLoads:
-        """The orthogonalisation FLOPs of each rank, for each set of ranks that share the work."""
-        return self.owned[0]
-
-    @property
     def largest_load(self) -> int:
         """The largest orthogonalisation work of a rank, in FLOPs."""
-        return sum(max(loads.values()) for loads in self.owner_loads.values())
+        return sum(max(loads.values()) for loads in self.owned[0].values())
 
     @property
     def seconds(self) -> float | None:
@@ -192,7 +176,7 @@ class Plan:
         if not self.per_node:
             return None
         optimizer = sum(map(self.way, self.owned[1])) + self.largest_load / FLOPS
-        return max(self.times) + optimizer
+        return self.time_of_passes + optimizer
 
 
 def costs_of(

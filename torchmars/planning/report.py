@@ -46,7 +46,6 @@ def plan_in_words(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
     sections = {
         "transfer": transferred(plan),
         "memory": memory(plan),
-        "experts": experts(plan),
         "pipeline": pipeline(plan),
         "disk": disk(plan, sizes),
         "traffic": traffic(plan),
@@ -78,14 +77,14 @@ def transferred(plan: Plan) -> list[str]:
 
 def memory(plan: Plan) -> list[str]:
     """Return the memory of a rank: in a pipeline, of each of its ranks."""
-    moment = f"the peak is in {plan.largest.moment}"
+    even = "; all experts are taken to get as many tokens" if plan.whole.experts else ""
+    moment = f"the peak is in {plan.largest.moment}{even}"
     if len(plan.ranks) == 1:
         sizes = {name: getattr(plan.ranks[0], key) for name, key in SIZES.items()}
-        del sizes["receiving buffers"]
-        rows = [(name, f"{size / GIB:.3f}", f"{size:,}") for name, size in sizes.items()]
+        rows = [(name, f"{size / GIB:.3f}", f"{size:,}") for name, size in sizes.items() if size]
         return [*table([("of each rank", "GiB", "bytes"), *rows]), moment]
-    stages = "rank of the pipeline", "stages", "blocks", "parameters"
-    headings = (*stages, *(name.split(",")[0].split(" weights")[0] for name in SIZES))
+    names = (name.split(",")[0].split(" weights")[0] for name in SIZES)
+    headings = "rank of the pipeline", "stages", "blocks", "parameters", *names
     lines = [
         (
             str(number),
@@ -97,19 +96,6 @@ def memory(plan: Plan) -> list[str]:
         for number, rank in enumerate(plan.ranks)
     ]
     return [*table([(*headings[:-1], "peak (GiB)"), *lines]), moment]
-
-
-def experts(plan: Plan) -> list[str]:
-    """Return the distribution of experts, and its assumptions; nothing if ranks have all."""
-    ep, number = plan.degrees.ep, plan.whole.experts
-    if ep == 1:
-        return []
-    return [
-        f"{number} of each block are dealt out over {counted(ep, 'rank')}, {number // ep} on each",
-        "even routing is assumed: all experts get as many tokens. None is dropped, so memory has "
-        f"no bound: twice its share of tokens takes a rank about {plan.memory.moved / GIB:.3f} GiB "
-        "more",
-    ]
 
 
 def pipeline(plan: Plan) -> list[str]:
@@ -150,29 +136,30 @@ def disk(plan: Plan, sizes: UsableSizes | None = None) -> list[str]:
 
 def traffic(plan: Plan) -> list[str]:
     """Return the traffic of a rank in a step, by kind; in a pipeline, of the busiest rank."""
-    rows, count, total = [("sent by each rank in a step", "along", "among", "times", "MiB")], 0, 0.0
-    for phase, operation, group, times, size, _ in plan.sent:
+    rows = [("sent by each rank in a step", "along", "among", "MiB")]
+    for phase, operation, group, size, _ in plan.sent:
         among = counted(len(group), "rank")
         if plan.per_node:
             among += f" on {counted(plan.machines(group), 'machine')}"
-        along, count, total = axes_of(group, plan.degrees), count + times, total + size
-        rows.append((f"{phase}, {operation}", along, among, f"{times}", f"{size / 2**20:,.2f}"))
-    return table([*rows, ("in all", "", "", f"{count}", f"{total / 2**20:,.2f}")])
+        along = axes_of(group, plan.degrees)
+        rows.append((f"{phase}, {operation}", along, among, f"{size / 2**20:,.2f}"))
+    total = sum(each.size for each in plan.sent)
+    return table([*rows, ("in all", "", "", f"{total / 2**20:,.2f}")])
 
 
 def owners(plan: Plan) -> list[str]:
     """Return how evenly matrices are dealt out."""
-    loads = plan.owner_loads
+    loads = plan.owned[0]
     if not loads:
         return ["none: no rule of this run orthogonalises matrices"]
     ranks = {rank for each in loads.values() for rank in each}
     busy = {rank for each in loads.values() for rank, load in each.items() if load}
     mean = sum(sum(each.values()) / len(each) for each in loads.values())
-    flops = plan.flops_per_token * plan.config.training.tokens_per_step / plan.world_size
+    share = plan.largest_load / plan.flops * plan.world_size
     return [
         f"largest over mean orthogonalisation work of a rank: {plan.largest_load / mean:.2f}; "
         f"{len(ranks - busy)} of {counted(len(ranks), 'rank')} own no matrix",
-        f"the largest is {plan.largest_load / flops:.1%} of a rank's forward and backward FLOPs",
+        f"the largest is {share:.1%} of a rank's forward and backward FLOPs",
     ]
 
 
@@ -185,7 +172,7 @@ def tokens(plan: Plan) -> list[str]:
     return [
         f"{training.tokens_per_step:,} a step, {training.tokens:,} to the end: "
         f"{of_each:.1f} for each {parameter}; {', '.join(epochs) or missing}",
-        f"{plan.flops_per_token * training.tokens:.2e} FLOPs",
+        f"{plan.flops * training.steps:.2e} FLOPs",
     ]
 
 

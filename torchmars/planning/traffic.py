@@ -5,7 +5,6 @@ Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.
 """
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from torchmars.planning.memory import ROWS, LayoutMemory, Stage, Weight, Weights
 
 PASSES, OPTIMIZER = "forward and backward", "optimizer"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # from the outermost to the innermost
+OF_LAYERS = ("tp", "cp", "ep", "stage")  # groups that layers wait for
 
 
 class Sent(NamedTuple):
@@ -35,7 +35,6 @@ class Sent(NamedTuple):
     operation: str
     group: Sequence[int]
     """The ranks that take part."""
-    times: int
     size: float
     """Bytes."""
     waited: bool = False
@@ -71,114 +70,100 @@ def axes_of(group: Sequence[int], degrees: Degrees) -> str:
     return ", ".join(names) or "none"
 
 
-OF_LAYERS = ("tp", "cp", "ep", "stage")  # groups that layers wait for
-# The operation, the name of the group, how often, and the bytes of whole tensors.
-Kind = tuple[str, str, int, float]
+# The operation, the name of the group, and the bytes of whole tensors.
+Kind = tuple[str, str, float]
 
 
 def traffic_of(memory: LayoutMemory, rank: int) -> list[Sent]:
     """Return what the first rank of a rank of the pipeline sends in the passes of a step."""
-    groups, count = groups_of(memory.degrees, rank), Counter[tuple[str, str]]()
-    sent: dict[tuple[str, str], float] = defaultdict(float)
+    groups, sent = groups_of(memory.degrees, rank), dict[tuple[str, str], float]()
     for number in memory.own[rank]:
         part = memory.parts[number]
         kinds = *of_weights(memory, part), *of_stage(memory, number), *of_layers(memory, part)
-        for operation, name, times, size in kinds:
+        for operation, name, size in kinds:
             n = len(groups[name])
             ring = {"send": 1.0, "all-reduce": 2 * (n - 1) / n}.get(operation, (n - 1) / n)
-            count[operation, name] += times
-            sent[operation, name] += ring * size
+            sent[operation, name] = sent.get((operation, name), 0) + ring * size
     return [
-        Sent(PASSES, operation, groups[name], times, sent[operation, name], name in OF_LAYERS)
-        for (operation, name), times in count.items()
-        if times and len(groups[name]) > 1
+        Sent(PASSES, operation, groups[name], size, name in OF_LAYERS)
+        for (operation, name), size in sent.items()
+        if size and len(groups[name]) > 1
     ]
-
-
-def microbatches_of(memory: LayoutMemory) -> tuple[int, int]:
-    """Return how many microbatches pass in a step, and how often all do: in exact mode twice."""
-    passes = memory.config.optimizer.passes
-    return memory.microbatches * passes, passes
 
 
 def of_weights(memory: LayoutMemory, part: Stage) -> Iterator[Kind]:
     """Yield what FSDP sends of the weights of a part, and of their gradients."""
     if memory.alone:
         return
-    (every, passes), b = microbatches_of(memory), memory.costs.itemsize
+    every, passes, b = memory.every, memory.passes, memory.costs.itemsize
     accumulate, groups = memory.parallelism.accumulate, groups_of(memory.degrees, 0)
     scattered = passes if accumulate == "whole" else every
     exchanged = every if accumulate == "reduced" else passes
     reshards = memory.parallelism.blocks_reshard(len(groups["fsdp"]))
     gathers = 2 * every if reshards else passes
+    ends, dealt = sum(part.ends), sum(part.dealt)
+    blocks = memory.entries(part.weights.values())[0] - ends - dealt
     of_ends = min(gathers, every) if memory.costs.tied else gathers
-    for units, times, group in (
-        (part.units, gathers, "fsdp"),
-        (part.ends, of_ends, "fsdp"),
-        (part.dealt, gathers, "expert_fsdp"),
+    for entries, times, group in (
+        (blocks, gathers, "fsdp"),
+        (ends, of_ends, "fsdp"),
+        (dealt, gathers, "expert_fsdp"),
     ):
-        count, size = len(units), sum(units)
-        yield "all-gather", group, times * count, times * b * size
-        yield "reduce-scatter", group, scattered * count, scattered * 4 * size
-        shard = 4 * size / len(groups[group])
-        yield "all-reduce", "dp_replicate", exchanged * count, exchanged * shard
+        yield "all-gather", group, times * b * entries
+        yield "reduce-scatter", group, scattered * 4 * entries
+        yield "all-reduce", "dp_replicate", exchanged * 4 * entries / len(groups[group])
 
 
 def of_stage(memory: LayoutMemory, number: int) -> Iterator[Kind]:
     """Yield what a stage of a pipeline sends to others: hidden states, and their gradients."""
-    every, passes = microbatches_of(memory)
     part, own = memory.parts[number], next(each for each in memory.own if number in each)
     others = [number + 1] * (not part.last) + [number - 1] * (not part.first)
-    count = every * sum(each not in own for each in others)
-    yield "send", "pp", count, count * memory.hidden
+    yield "send", "pp", memory.every * sum(each not in own for each in others) * memory.hidden
     if "copy" in part.weights:  # its gradient
-        table = memory.entries([part.weights["copy"]])[1]
-        yield "send", "pp", passes, passes * 4 * table
+        yield "send", "pp", memory.passes * 4 * memory.entries([part.weights["copy"]])[1]
 
 
 def of_layers(memory: LayoutMemory, part: Stage) -> Iterator[Kind]:
     """Yield what the layers of a part wait for."""
     costs, (_, _, _, cp, tp, ep) = memory.costs, memory.degrees
-    model, every, blocks = costs.model, microbatches_of(memory)[0], len(part.blocks)
-    entry = memory.tokens * costs.itemsize  # bytes, for all tokens
+    model, every, blocks = costs.model, memory.every, len(part.blocks)
+    entry = every * memory.tokens * costs.itemsize  # bytes, for all tokens
     forward = 1 + (memory.mode == "full")
     gathers = 1 + (memory.mode != "none")  # "selective" gathers again too
-    mixtures = [each for block in part.blocks if (each := costs.mixture(block))]
+    mixtures = {block: each for block in part.blocks if (each := costs.routed.get(str(block)))}
     if tp > 1:
-        ends = [model.width] * (part.first + part.last)
-        gathered, summed = list(ends), list(ends)
+        gathered = summed = model.width * (part.first + part.last)
         for block in part.blocks:
-            mixture, weights = costs.mixture(block), costs.blocks[block].values()
-            latents = {each.shape[1] for each in weights if each.cut == "gathered rows"}
-            branches = 1 if mixture is not None and mixture.shared is None else 2
-            taken, given = [sum(latents) or model.width, model.width][:branches], branches
-            gathered += taken * gathers + [model.width] * given
-            summed += [model.width] * given * forward + taken
-        yield "all-gather", "tp", every * len(gathered), every * entry * sum(gathered)
-        yield "reduce-scatter", "tp", every * len(summed), every * entry * sum(summed)
+            weights, lone = costs.blocks[block].values(), mixtures.get(block)
+            latents = sum({each.shape[1] for each in weights if each.cut == "gathered rows"})
+            branches = 1 if lone is not None and lone.shared is None else 2
+            taken = (latents or model.width) + model.width * (branches - 1)
+            gathered += taken * gathers + model.width * branches
+            summed += model.width * branches * forward + taken
+        yield "all-gather", "tp", entry * gathered
+        yield "reduce-scatter", "tp", entry * summed
         whole = [
             math.prod(each.shape)
             for each in part.weights.values()
             if each.cut not in (*ROWS, "columns") and not (each.experts and ep > 1)
         ]
-        yield "all-reduce", "tp", every * len(whole), every * costs.itemsize * sum(whole)
+        yield "all-reduce", "tp", every * costs.itemsize * sum(whole)
         fused = sum(each.cut == "fused rows" for each in part.weights.values())
-        exchanged = every * fused * (forward + 1)  # parts of queries, keys and values
-        yield "all-to-all", "tp", exchanged, exchanged * entry * 3 * model.width / tp
+        parts = 3 * model.width / tp  # of queries, keys and values
+        yield "all-to-all", "tp", fused * (forward + 1) * entry * parts
         if part.last:  # three numbers of each token, in float32
-            yield "all-reduce", "tp", every * memory.chunks, every * 12 * tp * memory.tokens
+            yield "all-reduce", "tp", every * 12 * tp * memory.tokens
     if memory.parallelism.cp_method == "all-gather":
         latent = model.kept_width < 2 * model.heads[1] * model.head_width  # ranks of tp have all
-        size = blocks * every * entry * cp * model.kept_width / (1 if latent else tp)
-        yield "all-gather", "cp", 2 * blocks * every * gathers, size * gathers
-        yield "reduce-scatter", "cp", 2 * blocks * every, size
+        size = blocks * entry * cp * model.kept_width / (1 if latent else tp)
+        yield "all-gather", "cp", size * gathers
+        yield "reduce-scatter", "cp", size
     else:
-        count, width = blocks * every * (forward + 1), model.mixed_width + model.kept_width
-        yield "all-to-all", "cp", 4 * count, count * entry * width / tp
-    for mixture in mixtures:
-        rows, numbers = (2 * forward + 2) * entry * costs.used * model.width / tp, 8 * model.experts
-        yield "all-to-all", "ep", every * (3 * forward + 2), every * (rows + forward * numbers)
-        yield "all-reduce", "stage", mixture is mixtures[0], numbers
+        width = model.mixed_width + model.kept_width
+        yield "all-to-all", "cp", blocks * (forward + 1) * entry * width / tp
+    for mixture in mixtures.values():
+        rows = (2 * forward + 2) * entry * mixture.router.used * model.width / tp
+        yield "all-to-all", "ep", rows + every * forward * 8 * model.experts
 
 
 def placements_of(
@@ -203,7 +188,7 @@ def owners_of(
     It is the first of a stage, which has `weights`. Entries of matrices travel in `itemsize` bytes.
     """
     loads: OwnerLoads = {}
-    sent: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+    sent: dict[tuple[str, tuple[int, ...]], int] = {}
     for group in optimizer.param_groups:
         if not isinstance(RULES[group["rule"]], MatrixRule):
             continue
@@ -226,23 +211,22 @@ def owners_of(
             stacks, parts = zip(*(shape.as_stack(each) for shape, each in zip(shapes, extents)))
             of_ranks = loads.setdefault(tuple(sorted(place.ranks)), {})
             for planned in plan_buckets(stacks, parts, flops, place.ranks, of_ranks):
-                for kind, times, elements in of_bucket(rank_bucket(planned, parts, place), rows):
-                    count, size = sent.get(kind, (0, 0))
-                    sent[kind] = count + times, size + itemsize * elements
-    return loads, [Sent(OPTIMIZER, *kind, *found) for kind, found in sent.items()]
+                for kind, elements in of_bucket(rank_bucket(planned, parts, place), rows):
+                    sent[kind] = sent.get(kind, 0) + itemsize * elements
+    return loads, [Sent(OPTIMIZER, *kind, size) for kind, size in sent.items()]
 
 
 def of_bucket(
     bucket: Bucket, rows: list[list[int]]
-) -> Iterator[tuple[tuple[str, tuple[int, ...]], int, int]]:
-    """Yield the operations for a bucket of matrices, how often, and what the first rank sends.
+) -> Iterator[tuple[tuple[str, tuple[int, ...]], int]]:
+    """Yield the operations for a bucket of matrices, and how much the first rank sends.
 
     `rows` has the ranks of each replica.
     """
     replicas = tuple(row[0] for row in rows)
     if not bucket.home and len(rows[0]) > 1:
         elements = sum(bucket.outgoing.elements[1:]) + sum(bucket.incoming.elements[1:])
-        yield ("all-to-all", tuple(rows[0])), 2, elements
+        yield ("all-to-all", tuple(rows[0])), elements
     if len(replicas) > 1:
         most = max(sum(block.numel for block in blocks) for blocks in bucket.by_replica)
-        yield ("all-gather", replicas), 1, most * (len(replicas) - 1)
+        yield ("all-gather", replicas), most * (len(replicas) - 1)
