@@ -13,6 +13,7 @@ from tests.models.test_latent import VARIANTS as LATENT
 from tests.models.test_llama import ARGS as LLAMA
 from tests.models.test_llama import VARIANTS
 from tests.models.test_moe import VARIANTS as MIXTURES
+from tests.support.their_models import randomised
 from torchmars.config import model_config
 from torchmars.config.deepseek import SIZES
 from torchmars.config.gpt2 import GPT2Args
@@ -36,14 +37,6 @@ MODELS = {
         name: Deepseek(dataclasses.replace(DEEPSEEK, **changes)) for name, changes in LATENT.items()
     },
 }
-
-
-def randomised(model):
-    generator = torch.Generator().manual_seed(0)
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        norm = "norm" in name and name.endswith("weight")
-        torch.nn.init.normal_(value, float(norm), 0.1, generator)
-    return model.eval()
 
 
 def theirs_of(model, folder):
@@ -72,7 +65,7 @@ def theirs_of(model, folder):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_their_model_of_our_config_has_our_logits_and_gradients(name, tmp_path):
-    model = copy.deepcopy(randomised(MODELS[name]))
+    model = copy.deepcopy(randomised(MODELS[name], 0.1))
     other = theirs_of(model, tmp_path)
     generator = torch.Generator().manual_seed(0)
     tokens, positions = torch.randint(64, (2, 24), generator=generator), None
@@ -175,18 +168,6 @@ def test_a_null_in_a_table_of_rotary_positions_is_no_default(key, table, message
     scaled["original_max_position_embeddings"] = 8192
     with pytest.raises(UserError, match=message):
         from_config(to_config(MODELS["llama"]) | {key: scaled | table})
-
-
-@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral", "glm"])
-def test_the_number_of_experts_has_either_name(kind):
-    config = to_config(MODELS[kind])
-    expected = from_config(config)
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    [number] = [config.pop(name) for name in names if name in config]
-    for name in names:
-        assert from_config(config | {name: number}) == expected
-        with pytest.raises(UserError, match="which is the same, [78]: leave the right one"):
-            from_config(config | dict.fromkeys(names, 7) | {name: number})
 
 
 # As in a config.json of transformers 4: what the class has not by default.

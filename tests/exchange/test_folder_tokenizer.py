@@ -1,16 +1,21 @@
 """Folders of transformers: what comes before texts and ends them, and the losses that follow."""
 
 import json
+import shutil
 
 import pytest
 import tokenizers
 import torch
 
-from tests.support.tokenizers import write_llama, write_tokenizer
+from tests.support.commands import run_command
+from tests.support.mistakes import mistake
+from tests.support.their_models import model_of
+from tests.support.tokenizers import letters, tokenizer_file, write_llama, write_tokenizer
 from torchmars.api import load
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.exchange.tokenizer_files import FolderTokenizer
+from torchmars.exchange.folder import open_folder, other_tokenizer
+from torchmars.exchange.tokenizer_files import FolderTokenizer, tokenizer_files
 
 transformers = pytest.importorskip("transformers")
 TEXTS = ["The cat sat on", "é日", " The  fox\n", "The fox"]
@@ -143,3 +148,47 @@ def test_a_template_without_a_text_has_its_tokens_alone(tmp_path):
     )
     tokenizer.save(str(file))
     assert FolderTokenizer(str(tmp_path)).before == tokenizer.encode("a text").ids == [1, 2]
+
+
+@pytest.mark.parametrize("number", [259, 260])
+def test_an_id_without_a_row_is_told_with_both_numbers(tmp_path, number):
+    """As that of a token of padding that was added to a tokenizer."""
+    model_of("llama").save_pretrained(tmp_path)
+    tokenizer = letters(lambda letter: ord(letter) - 32)
+    tokenizer.add_special_tokens([f"<{each}>" for each in range(96, number)] + ["<pad>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    line = mistake(open_folder, tmp_path)
+    told = "largest id of its tokenizer is 260, and the model has 260 rows" in line
+    assert told == (number == 260) and bool(line) == told
+
+
+def test_a_tokenizer_that_is_not_the_models_is_told(tmp_path):
+    folder, other = tmp_path / "model", tmp_path / "other"
+    model_of("llama").save_pretrained(folder)
+    source = f"hf:{folder}"
+    assert "model has no tokenizer.json: name the one" in other_tokenizer(source, "bytes")
+    assert not other_tokenizer(source, "gpt2") and not other_tokenizer("runs/tiny", "bytes")
+    code, out, err = run_command("import", [str(folder), "new.toml"], tmp_path)
+    said = f"{folder} has no tokenizer.json: set data.tokenizer to the one"
+    assert code == 0 and f"warning: {said}" in err and "plan" in out
+    assert (tmp_path / "new.toml").read_text().startswith(f"# {said}")
+    for name, text in tokenizer_files(load_tokenizer("bytes"), 64).items():
+        (folder / name).write_text(text)
+    assert not other_tokenizer(source, "bytes")  # other files, the same tokens
+    file = tokenizer_file(other)
+    assert f"other tokens than {folder}/tokenizer.json" in other_tokenizer(source, str(file))
+    shutil.copy(file, folder / "tokenizer.json")
+    assert not other_tokenizer(source, str(file))
+
+
+def test_the_settings_of_a_tokenizer_in_a_cache_are_found(tmp_path):
+    """They lie beside the link, not beside the file that it leads to."""
+    folder = tmp_path / "model"
+    model_of("llama").save_pretrained(folder)
+    tokenizer_file(folder, special="<stop>")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    for file in (folder / "tokenizer.json", folder / "config.json"):
+        file.rename(tmp_path / file.name)
+        file.symlink_to(tmp_path / file.name)
+    name = open_folder(folder).tables["data"]["tokenizer"]
+    assert load_tokenizer(name).end_of_text == 127

@@ -1,6 +1,7 @@
 """Starting from the weights of a run, a checkpoint or a file, also with the optimizer's state."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import listen, metrics, tiny_tables, train, write_text
 from torchmars.cluster import connection
 from torchmars.config.load import config_from_tables
+from torchmars.core.errors import UserError
 from torchmars.training.build import build_trainer
+
+CHECKPOINT = "runs/adamw/checkpoints/step-00000006"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +29,7 @@ def folder(tmp_path_factory):
     train(
         2,
         *(
-            tables_of(folder, name, {"name": name, "lr": 1e-3}, steps=6)
+            tables_of(folder, name, {"name": name, "lr": 1e-3}, 6)
             for name in ("adamw", "mars-adamw", "mars-lion")
         ),
     )
@@ -35,7 +39,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def tables_of(folder, run, optimizer, steps, **overrides):
+def tables_of(folder, run, optimizer, steps=3, source=None, state=False, **overrides):
+    """A run that starts from a `source` in the folder, with its optimizer's `state` or without."""
+    if source is not None:
+        overrides["checkpoint"] = {"init_from": str(folder / source), "init_optimizer": state}
     return tiny_tables(
         folder, run={"name": run}, optimizer=optimizer, training={"steps": steps}, **overrides
     )
@@ -59,103 +66,75 @@ def started(tables):
     return *reached, whole, states, trainer.resumed.origin
 
 
-@pytest.mark.parametrize(
-    "source,size",
-    [("runs/adamw", 1), ("runs/adamw/checkpoints/step-00000006", 4), ("weights", 4)],
-)
-def test_weights_only(folder, source, size):
-    tables = tables_of(
-        folder,
-        f"from-{size}",
-        {"name": "mars-m"},
-        3,
-        checkpoint={"init_from": str(folder / source)},
-    )
-    for step, position, weights, states, origin in run_ranks(started, size, tables):
-        expected = load_file(folder / "weights" / "model.safetensors")
-        assert (
-            (step, position) == (0, 0) and set(weights) == set(expected) and "weights of" in origin
-        )
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
-        assert all(not value.any() for state in states.values() for value in state.values())
+def all_started(*runs):
+    """What each run starts from, or the line with which it does not."""
+    found = []
+    for tables in runs:
+        try:
+            found.append(started(tables))
+        except UserError as error:
+            found.append(str(error))
+    return found
 
 
-def whole_state(folder, name):
-    """The optimizer's state at the end of a run, on one rank."""
-    return run_ranks(started, 1, tables_of(folder, name, {"name": name, "lr": 1e-3}, 6))[0][3]
+@pytest.mark.parametrize("size,sources", [(1, ["runs/adamw"]), (4, [CHECKPOINT, "weights"])])
+def test_weights_only(folder, size, sources):
+    runs = [
+        tables_of(folder, f"from-{size}-{number}", {"name": "mars-m"}, source=source)
+        for number, source in enumerate(sources)
+    ]
+    expected = load_file(folder / "weights" / "model.safetensors")
+    for of_rank in run_ranks(all_started, size, *runs):
+        for step, position, weights, states, origin in of_rank:
+            assert (step, position) == (0, 0) and "weights of" in origin
+            assert set(weights) == set(expected)
+            assert all(torch.equal(weights[name], expected[name]) for name in expected)
+            assert all(not value.any() for state in states.values() for value in state.values())
 
 
-def test_mars_starts_from_an_adamw_run_with_its_moving_averages(folder):
-    tables = tables_of(
-        folder,
-        "mars-from-adamw",
-        {"name": "mars-adamw", "lr": 1e-3},
-        3,
-        checkpoint={"init_from": str(folder / "runs" / "adamw"), "init_optimizer": True},
-    )
-    step, _, _, states, origin = run_ranks(started, 2, tables)[0]
-    saved = whole_state(folder, "adamw")
-    assert (
-        step == 0 and "optimizer's state of 15 of 15 tensors (10 without a last gradient)" in origin
-    )
+def check_same(states, saved):
     for name, state in states.items():
-        assert state.pop("last_grad", torch.tensor(math.nan)).isnan().all()  # there is none
         assert all(torch.equal(value, saved[name][key]) for key, value in state.items())
-        assert all(value.any() for value in state.values())
-    assert "continue  from the weights of" in listen(2, tables)
-    assert len(metrics(tables)) == 3
 
 
-def test_state_of_another_meaning_is_not_taken(folder):
+def test_state_is_taken_where_it_means_the_same(folder):
     """Lion's momentum is not mars-m's input.
 
     adamw's averages fit the vectors that mars-m gives to AdamW, and its momentum of clipped
     corrections.
     """
-    for source, taken in (("adamw", 15), ("mars-lion", 13)):
-        tables = tables_of(
-            folder,
-            f"mars-m-from-{source}",
-            {"name": "mars-m"},
-            3,
-            checkpoint={"init_from": str(folder / "runs" / source), "init_optimizer": True},
-        )
-        assert f"optimizer's state of {taken} of 15 tensors" in run_ranks(started, 1, tables)[0][4]
-    tables = tables_of(
-        folder,
-        "lean-from-lion",
-        {"name": "mars-lion", "clip": 0.0},
-        3,
-        checkpoint={"init_from": str(folder / "runs" / "mars-lion"), "init_optimizer": True},
-    )
-    assert (
-        "optimizer's state of 5 of 15 tensors" in run_ranks(started, 1, tables)[0][4]
-    )  # the vectors' AdamW alone
-    tables = tables_of(
-        folder,
-        "same",
-        {"name": "mars-adamw", "lr": 1e-3},
-        3,
-        checkpoint={"init_from": str(folder / "runs" / "mars-adamw"), "init_optimizer": True},
-    )
-    _, _, _, states, origin = run_ranks(started, 2, tables)[0]
-    saved = whole_state(folder, "mars-adamw")
-    assert "15 of 15 tensors" in origin and "without" not in origin
-    assert all(
-        torch.equal(value, saved[name][key])
-        for name, state in states.items()
-        for key, value in state.items()
-    )
+    like = {name: {"name": name, "lr": 1e-3} for name in ("adamw", "mars-adamw")}
+    lean, mars_m = {"name": "mars-lion", "clip": 0.0}, {"name": "mars-m"}
+    adamw, mars, *others = run_ranks(
+        all_started,
+        1,
+        *(tables_of(folder, name, settings, 6) for name, settings in like.items()),
+        tables_of(folder, "from-adamw", mars_m, source="runs/adamw", state=True),
+        tables_of(folder, "from-lion", mars_m, source="runs/mars-lion", state=True),
+        tables_of(folder, "lean", lean, source="runs/mars-lion", state=True),
+    )[0]
+    taken = (15, 13, 5)  # the last are the vectors' AdamW alone
+    for count, (*_, origin) in zip(taken, others, strict=True):
+        assert f"optimizer's state of {count} of 15 tensors" in origin
+    runs = [
+        tables_of(folder, f"mars-{name}", like["mars-adamw"], source=f"runs/{name}", state=True)
+        for name in like
+    ]
+    (step, _, _, states, origin), (_, _, _, same, whole) = run_ranks(all_started, 2, *runs)[0]
+    assert step == 0 and "state of 15 of 15 tensors (10 without a last gradient)" in origin
+    for state in states.values():
+        assert state.pop("last_grad", torch.tensor(math.nan)).isnan().all()  # there is none
+        assert all(value.any() for value in state.values())
+    check_same(states, adamw[3])
+    assert "15 of 15 tensors" in whole and "without" not in whole
+    check_same(same, mars[3])
+    assert "continue  from the weights of" in listen(2, runs[0])
+    assert len(metrics(runs[0])) == 3
 
 
 def test_exact_mode_starts_without_the_look_ahead_of_another_run(folder):
-    tables = tables_of(
-        folder,
-        "exact",
-        {"name": "mars-adamw", "mode": "exact"},
-        3,
-        checkpoint={"init_from": str(folder / "runs" / "mars-adamw"), "init_optimizer": True},
-    )
+    exact = {"name": "mars-adamw", "mode": "exact"}
+    tables = tables_of(folder, "exact", exact, source="runs/mars-adamw", state=True)
     assert all(run_ranks(forgotten, 2, tables))
 
 
@@ -208,71 +187,56 @@ def test_the_first_step_without_a_last_gradient_is_not_corrected():
         assert torch.allclose(parameter.detach(), x, rtol=1e-9, atol=1e-12)
 
 
+# checkpoint.init_from, what else the config says, and the line.
 MISFITS = [
+    ("nowhere", {}, "init_from: .*nowhere is neither a checkpoint nor a run with one"),
+    ("hf:none", {}, "there is no folder .*/none$"),
+    ("theirs", {}, "init_from: .*/theirs is a folder of transformers: write hf:.*theirs$"),
+    ("none.safetensors", {}, "cannot read .*none.safetensors"),
+    ("broken.safetensors", {}, "cannot read .*broken.safetensors"),
     (
-        {"checkpoint": {"init_from": "nowhere"}},
-        "checkpoint.init_from: nowhere is neither a checkpoint nor a run with one",
-    ),
-    ({"checkpoint": {"init_from": "hf:FOLDER/none"}}, "there is no folder .*/none$"),
-    (
-        {"checkpoint": {"init_from": "FOLDER/theirs"}},
-        "checkpoint.init_from: .*/theirs is a folder of transformers: write hf:.*theirs$",
-    ),
-    (
-        {"checkpoint": {"init_from": "FOLDER/none.safetensors"}},
-        "cannot read .*none.safetensors",
-    ),
-    (
-        {"checkpoint": {"init_from": "FOLDER/broken.safetensors"}},
-        "cannot read .*broken.safetensors",
-    ),
-    (
-        {"checkpoint": {"init_from": "FOLDER/part.safetensors"}},
+        "part.safetensors",
+        {},
         r"part.safetensors has tok_embed.weight not at all, the config's model in \[320, 32\]",
     ),
     (
-        {"checkpoint": {"init_from": "FOLDER/weights/model.safetensors", "init_optimizer": True}},
+        "weights/model.safetensors",
+        {"checkpoint": {"init_optimizer": True}},
         "checkpoint.init_optimizer: .*weights only",
     ),
     (
-        {"checkpoint": {"init_from": "FOLDER/runs/adamw"}, "model": {"n_embd": 64}},
+        "runs/adamw",
+        {"model": {"n_embd": 64}},
         r"has tok_embed.weight in shape \[320, 32\], the config's model in \[320, 64\]",
     ),
     (
-        {"checkpoint": {"init_from": "FOLDER/runs/adamw"}, "training": {"seq_len": 16}},
+        "runs/adamw",
+        {"training": {"seq_len": 16}},
         r"has pos_embed.weight in shape \[32, 32\]",
     ),
 ]
 
 
-@pytest.mark.parametrize("overrides,message", MISFITS)
-def test_what_does_not_fit_is_one_line(folder, overrides, message):
+def test_what_does_not_fit_is_one_line(folder):
     (folder / "broken.safetensors").write_bytes(b"no weights")
     save_file({"norm.weight": torch.ones(32)}, folder / "part.safetensors")
-    (folder / "theirs").mkdir(exist_ok=True)
+    (folder / "theirs").mkdir()
     (folder / "theirs" / "config.json").write_text("{}")
-    overrides = {
-        section: {
-            key: value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
-            for key, value in table.items()
-        }
-        for section, table in overrides.items()
-    }
-    tables = tables_of(folder, "wrong", {"name": "adamw"}, 3)
-    for section, table in overrides.items():
-        tables[section] = tables.get(section, {}) | table
-    with pytest.raises(AssertionError, match=message):
-        run_ranks(started, 1, tables)
+    runs = []
+    for source, overrides, _ in MISFITS:
+        name = source.removeprefix("hf:")
+        place = {"init_from": source.replace(name, str(folder / name))}
+        tables = tables_of(folder, "wrong", {"name": "adamw"}, checkpoint=place)
+        for section, table in overrides.items():
+            tables[section] = tables.get(section, {}) | table
+        runs.append(tables)
+    [lines] = run_ranks(all_started, 1, *runs)
+    for line, (*_, message) in zip(lines, MISFITS, strict=True):
+        assert re.search(message, line), line
 
 
 def test_a_run_with_a_checkpoint_of_its_own_goes_on_from_that(folder):
-    tables = tables_of(
-        folder,
-        "own",
-        {"name": "adamw", "lr": 1e-3},
-        3,
-        checkpoint={"init_from": str(folder / "weights")},
-    )
+    tables = tables_of(folder, "own", {"name": "adamw", "lr": 1e-3}, source="weights")
     train(2, tables)
     tables["training"]["steps"] = 4
     assert "continue  from step 3" in listen(2, tables)

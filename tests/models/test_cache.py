@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.exchange.test_configs import MODELS, randomised
+from tests.exchange.test_configs import MODELS
+from tests.support.their_models import randomised
 from torchmars.core.errors import UserError
 from torchmars.models.attention import CausalAttention, here
 from torchmars.models.cache import Cache
@@ -14,7 +15,7 @@ from torchmars.models.cache import Cache
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_without_a_cache(name):
-    model = copy.deepcopy(randomised(MODELS[name]))
+    model = copy.deepcopy(randomised(MODELS[name], 0.1))
     plain = type(model)(dataclasses.replace(model.args)).eval()
     plain.load_state_dict(model.state_dict())
     contexts = [[5, 9, 2, 7, 1, 1, 8], [3], [4, 4, 6]]
@@ -33,7 +34,7 @@ def test_logits_are_those_without_a_cache(name):
 @pytest.mark.parametrize("name", ["llama", "deepseek", "deepseek without latents of queries"])
 def test_a_cache_holds_what_attention_keeps_of_each_token(name):
     """Of latent attention a latent and the part of a key that is rotated, and no more."""
-    model = copy.deepcopy(randomised(MODELS[name]))
+    model = copy.deepcopy(randomised(MODELS[name], 0.1))
     cache, args, places = Cache(model, 24), model.args, set()
     cache.start([[5, 9, 2], [3]])
     for block in model.blocks.values():
@@ -48,7 +49,7 @@ def test_a_cache_holds_what_attention_keeps_of_each_token(name):
 
 def test_fifty_tokens_are_those_without_a_cache():
     """The likeliest of each, after prompts of two lengths: latents are mixed as they are."""
-    model = copy.deepcopy(randomised(MODELS["deepseek"]))
+    model = copy.deepcopy(randomised(MODELS["deepseek"], 0.1))
     plain = type(model)(dataclasses.replace(model.args)).eval()
     plain.load_state_dict(model.state_dict())
     contexts = [[5, 9, 2, 7, 1], [3, 8]]

@@ -19,6 +19,7 @@ from torchmars.core.errors import UserError
 
 PARTIAL = ".partial"  # ends the name of an incomplete file or folder
 LFS = b"version https://git-lfs"  # begins what Git leaves instead of a large file
+POINTER = "it is a pointer of Git LFS, not the file itself: run git lfs pull in its folder"
 PATIENCE = 60.0  # seconds that a process may take to end
 
 
@@ -71,7 +72,10 @@ def open_file(path: PurePath) -> io.BufferedReader:
 def read_bytes(path: PurePath) -> bytes:
     """Return the content of a regular file. Raises `OSError` for anything else."""
     with open_file(path) as stream:
-        return stream.read()
+        content = stream.read()
+    if content.startswith(LFS):
+        raise OSError(errno.EINVAL, POINTER, str(path))
+    return content
 
 
 def read_text(path: Path) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmars.config.load import config_text
 from torchmars.config.model_args import Multipliers
 from torchmars.core.errors import UserError, file_errors
-from torchmars.core.files import PARTIAL, read_bytes, sync_folder, write_durably
+from torchmars.core.files import PARTIAL, sync_folder, write_durably
 from torchmars.data.tokenizer import GENERATION
 from torchmars.exchange.families import to_config
 from torchmars.exchange.folder import CONFIG
@@ -34,9 +34,11 @@ from torchmars.models.llama import Llama
 
 Names = Literal["hf", "safetensors"]
 CARD = "README.md"
-HEAD = "---\ntags:\n- torchmars\n"  # begins the card of each export
 OF_HUB = "library_name: transformers\npipeline_tag: text-generation\n"
 TEXT = """---
+tags:
+- torchmars
+{of_hub}---
 
 # {name}
 
@@ -58,7 +60,8 @@ def model_card(models: Sequence[SavedModel], warning: str, names: Names) -> str:
     newest = models[0]
     config, model, loss = newest.config, newest.model, newest.manifest.validation_loss
     mean = f", the mean of {len(models)} checkpoints from step {models[-1].step:,}"
-    return (HEAD + OF_HUB * (names == "hf") + TEXT).format(
+    return TEXT.format(
+        of_hub=OF_HUB * (names == "hf"),
         name=config.run.name,
         version=version("torchmars"),
         parameters=model.counts_in_words,
@@ -127,9 +130,9 @@ def export(
     partial = folder.with_name(folder.name + PARTIAL)
     with file_errors(f"cannot write {folder}"):
         if os.path.lexists(partial):
-            if not is_cut_off(partial):
-                raise UserError(f"{partial} is there, and no export left it: move it away")
-            shutil.rmtree(partial)
+            raise UserError(
+                f"{partial} is there, as an export that was cut off leaves it: remove it"
+            )
         partial.mkdir(parents=True)
         try:
             for name, text in texts.items():
@@ -144,17 +147,8 @@ def export(
         sync_folder(folder.parent)
 
 
-def is_cut_off(partial: Path) -> bool:
-    """Return whether an export that was cut off left `partial`: its card comes first."""
-    if partial.is_symlink() or not partial.is_dir():
-        return False
-    card, names = partial / CARD, {path.name for path in partial.iterdir()}
-    has_ours = card.is_file() and read_bytes(card).startswith(HEAD.encode())
-    return has_ours or names <= {CARD + PARTIAL}
-
-
 def texts_of(models: Sequence[SavedModel], dtype: str) -> dict[str, str]:
-    """Return the texts of all files but the weights, by name, the card first."""
+    """Return the texts of all files but the weights, by name."""
     newest = models[0]
     model, config, tokenizer = newest.model, newest.config, newest.tokenizer
     if tokenizer.vocab_size != newest.manifest.vocab_size:

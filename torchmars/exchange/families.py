@@ -4,7 +4,6 @@ A config.json is read through transformers' own class of its model_type, which k
 out, and under which names earlier versions wrote what. It never is code of the folder's.
 """
 
-import contextlib
 import copy
 import logging
 from collections.abc import Mapping
@@ -28,8 +27,6 @@ FAMILIES: dict[str, Family] = {
 READ_AS = {"kimi_k2": "deepseek_v3"}
 MOST_BLOCKS = 1_000
 OLDEST = 5, 24  # version of transformers: 5.8 has rotary positions of OLMo 3 in another form
-# Names of the number of experts. Which of them is written depends on the version.
-EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # What makes a model one that we have not, by its key, and what to do.
 REFUSED = {
     "index_topk": "attention by an indexer, to some of the tokens before, is not here",
@@ -96,53 +93,44 @@ def as_its_class_has_it(name: str, kind: ModelKind, given: Mapping[str, Any]) ->
     if name not in CONFIG_MAPPING:
         raise UserError(f"its model_type {name} is not in this version of transformers: renew it")
     cls = CONFIG_MAPPING[name]
-    same, experts = cls.attribute_map, kind.keys.get("n_expert")
-    read = {*kind.keys.values(), *kind.allowed, *kind.reads, *(EXPERTS if experts else ())}
-    read |= {alias for alias, key in same.items() if key in read}
-    values: dict[str, Any] = {}
-    said: dict[str, str] = {}  # by which name
-    for key in sorted(read & given.keys(), key=lambda key: (given[key] is None, key in same, key)):
-        own = experts if experts and key in EXPERTS else key
-        own = same.get(own, own)
-        other = values.setdefault(own, given[key])
-        if given[key] not in (None, other):
+    read = {*kind.keys.values(), *kind.allowed, *kind.reads}
+    pairs = [pair for pair in cls.attribute_map.items() if read & {*pair}]  # two names of one key
+    read |= {key for pair in pairs for key in pair}
+    values = {key: given[key] for key in read & given.keys()}
+    for one, other in pairs:
+        if {one, other} <= values.keys() and values[one] != values[other]:
             raise UserError(
-                f"its {key} is {given[key]!r:.80}, and its {said[own]}, which is the same, "
-                f"{other!r:.80}: leave the right one"
+                f"its {one} is {values[one]!r:.80}, and its {other}, which is the same, "
+                f"{values[other]!r:.80}: leave the right one"
             )
-        said.setdefault(own, key)
-    blocks = same.get(kind.keys["n_layer"], kind.keys["n_layer"])
-    if blocks in values and whole_number(values, blocks) > MOST_BLOCKS:
-        raise UserError(f"its {said[blocks]} is {values[blocks]}: it must be at most {MOST_BLOCKS}")
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # transformers says what nobody here asked it
-    try:
-        made = config_made_by(cls, values, said)
-    finally:
-        logging.disable(before)
+    blocks = kind.keys["n_layer"]
+    for key in {blocks, *(one for one, other in pairs if other == blocks)} & values.keys():
+        if whole_number(values, key) > MOST_BLOCKS:
+            raise UserError(f"its {key} is {values[key]}: it must be at most {MOST_BLOCKS}")
+    made, reason = made_by(cls, values)
+    if reason:
+        # Tables first: a class complains of a key that is right beside a wrong one.
+        for key in sorted(values, key=lambda key: not isinstance(values[key], dict)):
+            others = {name: value for name, value in values.items() if name != key}
+            if not made_by(cls, others)[1]:
+                wrong = f"{key} is {values[key]!r:.300}"
+                break
+        else:
+            wrong = "config.json is as it is"
+        raise UserError(f"its {wrong}, which {cls.__name__} of transformers refuses ({reason})")
     return {key: getattr(made, key) for key in read if hasattr(made, key)}
 
 
-def config_made_by(cls: Any, values: Mapping[str, Any], said: Mapping[str, str]) -> Any:
-    """Return a config of a class of transformers. Raises `UserError` for what it refuses.
-
-    `said` has the name of each value in config.json.
-    """
-
-    def made(values: Mapping[str, Any]) -> Any:
-        found = cls(**copy.deepcopy(values))  # it changes tables
-        if hasattr(found, "rope_parameters"):
-            found.standardize_rope_params()  # once more, as a model does
-        return found
-
+def made_by(cls: Any, values: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return a config of a class of transformers, and why there is none; "" if there is one."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # transformers says what nobody here asked it
     try:
-        return made(values)
+        made = cls(**copy.deepcopy(values))  # it changes tables
+        if hasattr(made, "rope_parameters"):
+            made.standardize_rope_params()  # once more, as a model does
+        return made, ""
     except Exception as error:  # whatever a class raises
-        reason = [type(error).__name__, *str(error).split("\n")][-1].strip()
-    wrong = "config.json is as it is"
-    for key in sorted(values, key=lambda key: not isinstance(values[key], dict)):
-        with contextlib.suppress(Exception):
-            made({name: value for name, value in values.items() if name != key})
-            wrong = f"{said[key]} is {values[key]!r:.300}"
-            break
-    raise UserError(f"its {wrong}, which {cls.__name__} of transformers refuses ({reason:.300})")
+        return None, f"{type(error).__name__}: {error}".splitlines()[-1].strip()[:300]
+    finally:
+        logging.disable(before)

@@ -127,7 +127,7 @@ def require_all(config: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]])
 
 def whole_number(config: Mapping[str, Any], name: str, least: int = 1) -> int:
     """Return a key's value that is reckoned with. Raises `UserError` if it is no such number."""
-    value = config[name]
+    value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"its {name} is {value!r:.80}: it must be a whole number, at least {least}")
     return value
@@ -135,7 +135,7 @@ def whole_number(config: Mapping[str, Any], name: str, least: int = 1) -> int:
 
 def number(config: Mapping[str, Any], name: str) -> float:
     """Return a key's value that is a number. Raises `UserError` if it is not."""
-    value = config[name]
+    value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"its {name} is {value!r:.80}: it must be a number")
     return value

@@ -146,12 +146,10 @@ def open_folder(named: PurePath) -> FolderModel:
 
 def tables_of(folder: Path, source: str) -> Tables:
     """Return the tables of a config that trains on from a `source`. Raises `UserError`."""
-    file = folder / CONFIG
     try:
-        model = from_config(parse_json(read_text(file)))
+        model = from_config(parse_json(read_text(folder / CONFIG)))
     except (OSError, ValueError) as error:
-        reason = files.no_content(file) or error
-        raise UserError(f"its {CONFIG} cannot be read: {reason}") from None
+        raise UserError(f"its {CONFIG} cannot be read: {error}") from None
     seq_len = model.pop("seq_len")
     if model["name"] != "gpt2":  # rotary positions take any length
         seq_len = min(seq_len, LONGEST)
@@ -178,8 +176,6 @@ def check_tokenizer(folder: Path, found: FolderModel) -> None:
     """Raise `UserError` if it is not a tokenizer, or has ids that the model has no rows for."""
     if "data" not in found.tables:
         return  # it has none, which is told elsewhere
-    if reason := files.no_content(folder / TOKENIZER):
-        raise UserError(f"its {TOKENIZER} cannot be read: {reason}")
     tokenizer, rows = load_tokenizer(found.config.data.tokenizer), found.model.vocab_rows
     largest = max(tokenizer.vocab_size - 1, tokenizer.end_of_text)
     if largest >= rows:

@@ -165,13 +165,13 @@ def open_last(
 def checkpoint_of(run: PurePath, step: int) -> PurePath:
     """Return the checkpoint of a run's `step`. Raises `UserError` if there is none."""
     folder = folders.folder_of(run)
-    steps = [folders.step_of(path) for path in folders.checkpoints(folder)]
-    if not steps:
+    found = {folders.step_of(path): path for path in folders.checkpoints(folder)}
+    if not found:
         raise folders.no_checkpoint(run)
-    if step not in steps:
-        there_are = ", ".join(map(str, steps))
+    if step not in found:
+        there_are = ", ".join(map(str, found))
         raise UserError(f"{run} has no checkpoint of step {step}: there are {there_are}")
-    return folders.step_folder(folder, step)
+    return found[step]
 
 
 def open_any(folder: PurePath, step: int | None = None) -> SavedModel | FolderModel:

@@ -170,13 +170,15 @@ def byte_pair_tokenizer(
 
 
 def byte_letters() -> list[str]:
-    """Return the letter that stands for each byte in such files: itself where Latin-1 prints it.
+    """Return the letter that stands for each byte in such files: itself where it can be printed.
 
-    The others, in order, are the letters from 256 on (Radford et al. 2019, section 2.2 and code).
+    The others, in order, are the further letters of the package.
     """
-    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())
+    others = iter(letter for letter in letters if ord(letter) > 255)
+    return [chr(byte) if chr(byte) in letters else next(others) for byte in range(256)]
 
 
 def merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:

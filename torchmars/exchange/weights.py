@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchmars.core.check import Name, parse_json
 from torchmars.core.errors import UserError
-from torchmars.core.files import LFS, open_file, path_problem, read_text, write_durably
+from torchmars.core.files import LFS, POINTER, open_file, read_text, write_durably
 from torchmars.exchange.families import counterparts, family_of
 from torchmars.exchange.family import Counterpart
 from torchmars.exchange.llama_family import GATE_UP
@@ -109,8 +109,7 @@ def weights_in(folder: Path) -> dict[str, SavedWeight]:
         for name in names:
             Name("file").check(name)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = no_content(index) or error
-        raise UserError(f"its {INDEX} is no index of files beside it ({reason})") from None
+        raise UserError(f"its {INDEX} is no index of files beside it ({error})") from None
     found: dict[str, SavedWeight] = {}
     for name in names:
         if not os.path.exists(folder / name):
@@ -124,29 +123,18 @@ def weights_of_file(file: Path) -> dict[str, SavedWeight]:
 
     The library checks that the header describes the whole file, each byte once.
     """
-    if wrong := path_problem(file, "file"):
-        raise UserError(f"cannot read {file}: {wrong}")
     found = {}
     try:
+        with open_file(file) as stream:
+            if stream.read(len(LFS)) == LFS:
+                raise OSError(POINTER)
         with safe_open(file, framework="pt") as saved:
             for name in saved.keys():
                 place = saved.get_slice(name)
                 found[name] = SavedWeight(file, name, tuple(place.get_shape()), place.get_dtype())
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {file}: {no_content(file) or error}") from None
+        raise UserError(f"cannot read {file}: {error}") from None
     return found
-
-
-def no_content(file: Path) -> str:
-    """Return why the contents of a file are missing; "" if they may be there."""
-    try:
-        with open_file(file) as stream:
-            begin = stream.read(len(LFS))
-    except OSError:
-        return ""
-    if begin == LFS:
-        return "it is a pointer of Git LFS, not the file itself: run git lfs pull in its folder"
-    return "" if begin else "it is empty: fetch it again"
 
 
 def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
