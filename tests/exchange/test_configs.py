@@ -202,6 +202,7 @@ def test_a_kimi_is_read_as_a_deepseek():
         ("qwen3-moe", {"norm_topk_prob": "x"}, "norm_topk_prob is 'x'"),
         ("qwen3-moe", {"num_experts": "x"}, "num_experts is 'x'"),
         ("glm", {"topk_group": 2}, "topk_group is 2: only models with 1"),
+        ("glm", {"partial_rotary_factor": None}, "partial_rotary_factor is None: it must be"),
         ("glm", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1: .* at least 0"),
         ("glm", {"n_shared_experts": 0}, "n_shared_experts is 0: .* at least 1"),
         ("glm", {"routed_scaling_factor": None}, "routed_scaling_factor is None"),

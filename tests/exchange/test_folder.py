@@ -32,7 +32,7 @@ from torchmars.config import (
     TrainingConfig,
     model_config,
 )
-from torchmars.config.load import config_from_tables, read_toml
+from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import read_manifest
 from torchmars.data.mixture import MixedWindows
@@ -43,6 +43,7 @@ from torchmars.data.windows import Windows
 from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
 from torchmars.exchange.export import export as export_models
 from torchmars.exchange.families import to_config
+from torchmars.exchange.folder import open_folder
 from torchmars.exchange.saved_model import load_model, open_last, open_model, open_source
 from torchmars.exchange.tokenizer_files import tokenizer_files
 from torchmars.exchange.weights import (
@@ -109,13 +110,14 @@ def exports(tmp_path_factory):
         write_random_weights(tables)
     train(2, *runs.values())
     for name, tables in runs.items():
-        places = [str(run_folder_of(tables)), str(folder / name)]
-        code, out, err = run_command("export", places, ROOT)
+        run, target = run_folder_of(tables), folder / name
+        if name != "qwen2":
+            export_models([open_model(run)], target)
+            continue
+        code, out, err = run_command("export", [str(run), str(target)], ROOT)
         assert code == 0 and f"{name}: " in out, err
-        card = (folder / name / "README.md").read_text()
-        for text in (out, card):
-            told = "AutoTokenizer of transformers 5 reads the tokenizer of a qwen2 model" in text
-            assert told == (name == "qwen2")
+        for text in (out, (target / "README.md").read_text()):
+            assert "AutoTokenizer of transformers 5 reads the tokenizer of a qwen2 model" in text
     return {name: (run_folder_of(tables), folder / name) for name, tables in runs.items()}
 
 
@@ -206,27 +208,24 @@ def test_a_model_with_a_base_is_exported_without_multipliers(name, tmp_path):
         open_source(f"hf:{target}", ours)
 
 
-def export(run, target, *options):
-    """What `torchmars export` writes."""
-    code, _, err = run_command("export", [str(run), str(target), *options], ROOT)
-    assert code == 0, err
-    return transformers.AutoModelForCausalLM.from_pretrained(target, dtype="auto").state_dict()
+def state_of(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
 
 
 def test_the_mean_and_a_step_are_those_of_the_checkpoints(exports, tmp_path):
-    run, _ = exports["qwen3"]
-    first = export(run, tmp_path / "first", "--step", "1")
-    last = export(run / "checkpoints" / "step-00000002", tmp_path / "last")
-    mean = export(run, tmp_path / "mean", "--average", "2")
+    run, last = exports["qwen3"]
+    export_models(open_last(run, 1, 1), tmp_path / "first")
+    code, _, err = run_command("export", [str(run), "mean", "--average", "2"], tmp_path)
+    assert code == 0, err
     assert "mean of 2 checkpoints from step 1" in (tmp_path / "mean" / "README.md").read_text()
+    first, last, mean = map(state_of, (tmp_path / "first", last, tmp_path / "mean"))
     for name, value in mean.items():
         assert not torch.equal(first[name], last[name])
         torch.testing.assert_close(value, (first[name] + last[name]) / 2, rtol=0, atol=1e-7)
-    code, _, err = run_command("export", [str(run), "no", "--average", "3"], tmp_path)
-    assert code == 2 and "has 2 checkpoints up to step 2: lower --average" in err
-    code, _, err = run_command("export", [str(run), "no", "--step", "3"], tmp_path)
-    assert code == 2 and "has no checkpoint of step 3: there are 1, 2" in err
-    assert not list(tmp_path.glob("no*"))
+    with pytest.raises(UserError, match="has 2 checkpoints up to step 2: lower --average"):
+        open_last(run, None, 3)
+    with pytest.raises(UserError, match="has no checkpoint of step 3: there are 1, 2"):
+        open_last(run, 3, 1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
@@ -361,9 +360,7 @@ def their_model(kind, folder):
 
 def imported(folder, tmp_path, name, **overrides):
     """The tables of a run of one step that starts from a model of transformers."""
-    code, _, err = run_command("import", [str(folder), str(tmp_path / f"{name}.toml")], ROOT)
-    assert code == 0, err
-    tables = read_toml(tmp_path / f"{name}.toml")
+    tables = open_folder(folder).tables
     more = {
         "run": {"name": name},
         "model": tables["model"],
@@ -408,9 +405,8 @@ def test_a_step_of_an_import_is_that_of_plain_torch(kind, tmp_path):
     step_of_theirs(theirs, runs["fsdp"])
     for name, tables in runs.items():
         target = tmp_path / f"export-{name}"
-        code, _, err = run_command("export", [str(run_folder_of(tables)), str(target)], ROOT)
-        assert code == 0, err
-        ours = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
+        export_models([open_model(run_folder_of(tables))], target)
+        ours = state_of(target)
         for key, value in theirs.state_dict().items():
             change, error = value - before[key], ours[key] - value
             assert error.norm() <= 1e-4 * change.norm() + 1e-7, (name, key)

@@ -8,8 +8,6 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.models.test_moe import GLM
@@ -18,7 +16,8 @@ from tests.support.mistakes import mistake
 from tests.support.tiny import tiny_config, write_text
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.llama import LlamaArgs
-from torchmars.exchange.families import counterparts, to_config
+from torchmars.config.load import config_from_tables
+from torchmars.exchange.families import counterparts, from_config, to_config
 from torchmars.exchange.folder import CONFIG, TOKENIZER, open_folder
 from torchmars.exchange.weights import INDEX, WEIGHTS
 from torchmars.models.gpt2 import GPT2
@@ -163,33 +162,22 @@ def test_what_is_wrong_is_one_line(folder, case):
     assert sorted(folder.parent.rglob("*")) == files
 
 
-JUNK = st.one_of(
-    st.sampled_from([None, True, False, "", "llama", [], {}, [[]], 0, -1, 1.5, math.inf, 10**30]),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=6),
-    st.lists(st.integers(-2, 5), max_size=3),
-    st.dictionaries(st.text(max_size=6), st.integers(-2, 5), max_size=2),
-)
+ODD = (None, "x", [0], {"a": 1}, True, -1, 0, 1.5, math.nan, 10**400)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("examples", [20, pytest.param(2000, marks=pytest.mark.slow)])
-def test_any_config_is_read_or_refused_in_one_line(tmp_path, kind, examples):
-    folder = make_folder(tmp_path / "model", MODELS[kind])
-    config = json.loads((folder / CONFIG).read_text())
-    assert mistake(open_folder, folder) == ""
+def test_any_value_of_a_key_is_read_or_refused_in_one_line(kind):
+    def read(given):
+        table = from_config(given)
+        config_from_tables({"training": {"seq_len": table.pop("seq_len")}, "model": table}, "here")
 
-    @settings(max_examples=examples, derandomize=True, database=None, deadline=None)
-    @given(st.dictionaries(st.sampled_from([*config, "x"]), JUNK, min_size=1, max_size=2))
-    def check(junk):
-        (folder / CONFIG).write_text(json.dumps(config | junk))
-        mistake(open_folder, folder)
-
-    check()
+    config = to_config(MODELS[kind])
+    assert mistake(read, config) == ""
+    lines = [mistake(read, config | {key: value}) for key in config for value in ODD]
+    assert sum(map(bool, lines)) > len(lines) / 2
 
 
-@pytest.mark.parametrize("case", ["pickle only", "overlapping", "extra", "index above"])
+@pytest.mark.parametrize("case", ["pickle only", "index above"])
 def test_commands_and_runs_end_in_that_line(folder, tmp_path, case):
     change, _ = WRONG[case]
     write_text(tmp_path)

@@ -117,7 +117,9 @@ def test_state_is_taken_where_it_means_the_same(folder):
     for count, (*_, origin) in zip(taken, others, strict=True):
         assert f"optimizer's state of {count} of 15 tensors" in origin
     runs = [
-        tables_of(folder, f"mars-{name}", like["mars-adamw"], source=f"runs/{name}", state=True)
+        tables_of(
+            folder, f"mars-from-{name}", like["mars-adamw"], source=f"runs/{name}", state=True
+        )
         for name in like
     ]
     (step, _, _, states, origin), (_, _, _, same, whole) = run_ranks(all_started, 2, *runs)[0]

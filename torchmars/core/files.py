@@ -19,7 +19,6 @@ from torchmars.core.errors import UserError
 
 PARTIAL = ".partial"  # ends the name of an incomplete file or folder
 LFS = b"version https://git-lfs"  # begins what Git leaves instead of a large file
-POINTER = "it is a pointer of Git LFS, not the file itself: run git lfs pull in its folder"
 PATIENCE = 60.0  # seconds that a process may take to end
 
 
@@ -74,7 +73,7 @@ def read_bytes(path: PurePath) -> bytes:
     with open_file(path) as stream:
         content = stream.read()
     if content.startswith(LFS):
-        raise OSError(errno.EINVAL, POINTER, str(path))
+        raise OSError(errno.EINVAL, "a pointer of Git LFS: run git lfs pull beside it", str(path))
     return content
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchmars.exchange.family import (
     Counterpart,
@@ -14,12 +13,12 @@ from torchmars.exchange.family import (
     keys_of,
     require_all,
     shape_of,
-    their_name,
 )
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.model import Model
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+LINEAR = ("qkv.weight", "up.weight", "proj.weight")
 SCALES = "scale_attn_by_inverse_layer_idx"
 
 
@@ -77,13 +76,10 @@ class GPT2Family(Family):
         }
 
     def counterparts(self, model: Model, fused: bool) -> dict[str, Counterpart]:
-        modules = dict(model.named_modules())
-        found = {}
-        for name in model.state_dict():
-            owner, _, last = name.rpartition(".")
-            is_linear = last == "weight" and isinstance(modules[owner], nn.Linear)
-            found[name] = Counterpart(their_name(name, self.names), is_linear)
-        return found
+        found = super().counterparts(model, fused)
+        return {
+            name: replace(there, transposed=name.endswith(LINEAR)) for name, there in found.items()
+        }
 
     def with_their_parameters(self, model: Model) -> Model:
         with torch.device("meta"):

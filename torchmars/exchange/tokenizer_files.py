@@ -1,7 +1,7 @@
 """Tokenizers of folders of Hugging Face's transformers: those that are read, and files to write."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +146,7 @@ def byte_pair_tokenizer(
     """
     with needs_package("tokenizers", "writing a tokenizer"):
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    letters = byte_letters()
+    letters = byte_letters(pre_tokenizers.ByteLevel.alphabet())
 
     def word(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -169,14 +169,12 @@ def byte_pair_tokenizer(
     return tokenizer
 
 
-def byte_letters() -> list[str]:
-    """Return the letter that stands for each byte in such files: itself where it can be printed.
+def byte_letters(alphabet: Iterable[str]) -> list[str]:
+    """Return the letter of the package's `alphabet` that stands for each byte.
 
-    The others, in order, are the further letters of the package.
+    A byte that can be printed has its own letter. The others, in order, have those above.
     """
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    letters = sorted(ByteLevel.alphabet())
+    letters = sorted(alphabet)
     others = iter(letter for letter in letters if ord(letter) > 255)
     return [chr(byte) if chr(byte) in letters else next(others) for byte in range(256)]
 

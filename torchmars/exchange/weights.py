@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchmars.core.check import Name, parse_json
 from torchmars.core.errors import UserError
-from torchmars.core.files import LFS, POINTER, open_file, read_text, write_durably
+from torchmars.core.files import path_problem, read_bytes, read_text, write_durably
 from torchmars.exchange.families import counterparts, family_of
 from torchmars.exchange.family import Counterpart
 from torchmars.exchange.llama_family import GATE_UP
@@ -28,6 +28,7 @@ from torchmars.optim.tensors import local_intervals, local_part
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TABLE, HEAD = "tok_embed.weight", "lm_head.weight"  # our name of the token table, their head
 FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
+SMALL = 1024  # bytes, more than a pointer of Git LFS has
 ROWS = 4096  # of a matrix, that are compared at a time
 DTYPES = ("F32", "BF16", "F16", "F64")  # as the format calls them
 # Buffers that older versions saved beside the weights.
@@ -123,11 +124,12 @@ def weights_of_file(file: Path) -> dict[str, SavedWeight]:
 
     The library checks that the header describes the whole file, each byte once.
     """
+    if wrong := path_problem(file, "file"):
+        raise UserError(f"cannot read {file}: {wrong}")
     found = {}
     try:
-        with open_file(file) as stream:
-            if stream.read(len(LFS)) == LFS:
-                raise OSError(POINTER)
+        if file.stat().st_size < SMALL:
+            read_bytes(file)  # it tells a pointer of Git LFS
         with safe_open(file, framework="pt") as saved:
             for name in saved.keys():
                 place = saved.get_slice(name)
