@@ -13,7 +13,7 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 51, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 34_090
+IN_ALL = 33_840
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
@@ -21,8 +21,8 @@ OF_ROOMS = {
     "commands": 1_666,
     "comparison": 1_750,
     "config": 2_540,
-    "core": 1_650,
-    "data": 3_170,
+    "core": 1_640,
+    "data": 2_960,
     "evaluation": 550,
     "exchange": 2_090,
     "models": 1_906,
@@ -31,9 +31,9 @@ OF_ROOMS = {
     "planning": 1_141,
     "records": 970,
     "reports": 600,
-    "storage": 660,
+    "storage": 639,
     "top level": 640,
-    "training": 1_588,
+    "training": 1_585,
 }
 # Of Python's own modules subprocess takes time, which --help has not.
 OURS = {"torchmars", *sys.stdlib_module_names} - {"subprocess"}

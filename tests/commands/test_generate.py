@@ -145,7 +145,9 @@ def test_a_continuation_is_what_the_whole_decodes_to_beyond_its_prompt(kind, pro
         pieces = []
         given = tokenizer, [prompt], len(ids), draw, pieces.append
         expected = decoded(theirs, prompt, ids)
-        assert sampling.continuations(spelling(ids), *given) == [expected] == ["".join(pieces)]
+        assert sampling.continuations(spelling(ids), *given) == [expected]
+        if ids in encoded:  # bytes that are no letter change those before them
+            assert "".join(pieces) == expected
         both = sampling.continuations(spelling(ids), tokenizer, [prompt, "cat"], len(ids), draw)
         assert both == [expected, decoded(theirs, "cat", ids)]
 
@@ -157,7 +159,7 @@ def test_the_blank_between_prompt_and_continuation_is_there_and_comes_with_its_w
     pieces = []
     given = tokenizer, ["The"], 50, sampling.Draw(), pieces.append
     sampling.continuations(spelling(ids), *given)
-    assert [piece for piece in pieces if piece] == [" cat", " ", "\u00e9 on"]
+    assert [piece for piece in pieces if piece] == [" cat", " ", "\u00e9", " on"]
 
 
 def test_command_line(tmp_path, capsys, monkeypatch):

@@ -8,13 +8,13 @@ from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config
 from tests.support.tokenizers import KINDS, llama_2, write_tokenizer
 from torchmars.core.errors import UserError
-from torchmars.data import packing
+from torchmars.data import windows as packing
 from torchmars.data.corpus import Sizes
 from torchmars.data.manifest import read_manifest
 from torchmars.data.mixture import Mixture, MixturePart
-from torchmars.data.packing import PackedWindows, best_fit_windows, pack_shards
 from torchmars.data.prepare import prepare_shards, prepare_task
 from torchmars.data.tokenizer import load_tokenizer
+from torchmars.data.windows import PackedWindows, best_fit_windows, pack_shards
 from torchmars.models.documents import begins
 
 transformers = pytest.importorskip("transformers")

@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-import threading
 
 import pytest
 
@@ -13,7 +12,6 @@ from torchmars.begin import install_command
 from torchmars.config import DataConfig
 from torchmars.config.data import PartConfig
 from torchmars.config.source import DataSource, parse_source
-from torchmars.core import console
 from torchmars.core.errors import UserError
 from torchmars.core.places import ObjectPath
 from torchmars.data.corpus import matching_files, source_files
@@ -125,14 +123,6 @@ def test_files_folders_and_globs(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_names_are_as_the_config_gives_them(tmp_path, monkeypatch):
-    written(tmp_path, "texts/a.txt", "texts/b/c.txt")
-    monkeypatch.chdir(tmp_path)
-    for pattern in ("texts", "texts/**/*.txt", "t*s/**"):
-        names = [str(file) for file in source_files(DataConfig(f"text:{pattern}"))]
-        assert names == ["texts/a.txt", "texts/b/c.txt"]
-
-
 def test_files_of_all_ends_of_their_kind(tmp_path):
     ends = [".jsonl", ".ndjson", ".jl", ".jsonl.gz", ".json.gz", ".jsonl.zstd", ".jl.gzip"]
     written(tmp_path, "z.json", *(f"{number}{end}" for number, end in enumerate(ends)))
@@ -168,26 +158,6 @@ def test_a_folder_of_an_object_store_gives_the_same():
         for pattern in (address, f"{address}/**/*.txt", f"{address}/**"):
             given = matching_files(pattern, "text", "data.source")
             assert [str(file) for file in given] == [f"{address}/{name}" for name in names[:2]]
-
-
-def test_a_long_walk_is_told_with_its_place(tmp_path, monkeypatch, capsys):
-    """However long it takes: it ends here when that was said."""
-    said = threading.Event()
-
-    def say(text, error):
-        sys.stderr.write(text)
-        said.set()
-
-    monkeypatch.setattr(console, "PATIENCE", 0.0)
-    monkeypatch.setattr(console, "say", say)
-    scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: said.wait(60) and scandir(path))
-    with pytest.raises(UserError, match="names no text file"):
-        source_files(DataConfig(source=f"text:{tmp_path}/**"))
-    place = f"{tmp_path}/**"
-    assert capsys.readouterr().err == (
-        f"data.source: looking for {place!r} in all folders below {tmp_path}"
-    )
 
 
 def test_stdlib_has_text_everywhere():

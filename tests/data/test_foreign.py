@@ -1,15 +1,11 @@
 """Token files of nanoGPT, llm.c and Megatron, written here by the definitions of those formats."""
 
-import contextlib
 import os
 import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.support.tiny import tiny_config
 from tests.support.token_files import (
     END,
     FORMATS,
@@ -24,7 +20,6 @@ from tests.support.token_files import (
 )
 from tests.support.tokenizers import tokenizer_file
 from torchmars.core.errors import UserError
-from torchmars.data import foreign
 from torchmars.data.corpus import Sizes
 from torchmars.data.manifest import check_shards, read_manifest
 from torchmars.data.prepare import prepare_shards, prepare_task
@@ -200,24 +195,6 @@ def test_a_mistake_is_one_line_that_names_the_file(tmp_path, name):
     assert not (tmp_path / "shards").exists()
 
 
-@pytest.mark.parametrize("kind", ["llmc", "megatron"])
-def test_a_header_that_says_anything_is_read_or_refused(tmp_path, kind):
-    file = tmp_path / "x_train.bin"
-    FORMATS[kind][0](file, TRAIN[:3])
-    header = file if kind == "llmc" else file.with_suffix(".idx")
-    whole = header.read_bytes()
-
-    @settings(derandomize=True, database=None, deadline=None, max_examples=200)
-    @given(st.integers(0, 120), st.binary(min_size=1, max_size=9), st.integers(0, len(whole)))
-    def check(place, other, size):
-        header.write_bytes((whole[:place] + other + whole[place + len(other) :])[-size:])
-        with contextlib.suppress(UserError):
-            shard, dtype = foreign.READERS[kind](file)
-            assert shard.offset + shard.tokens * np.dtype(dtype).itemsize == file.stat().st_size
-
-    check()
-
-
 def test_nothing_found_other_dtypes_and_only_validation_are_told(tmp_path):
     config = config_of(tmp_path, "llmc:{}")
     message = r"data.source: '\S+tokens' names no file of tokens: paths count from "
@@ -257,15 +234,6 @@ def test_names_tell_the_split_and_what_is_left_out_is_said(tmp_path, capsys, kin
     assert f"latest_test_0{end}): name" in said
 
 
-def test_folders_below_a_glob_tell_splits_too(tmp_path):
-    for number, split in enumerate(("train", "val", "test")):
-        (tmp_path / "tokens" / split).mkdir(parents=True)
-        write_llmc(tmp_path / "tokens" / split / "0.bin", documents(3, number))
-    splits = prepare_shards(config_of(tmp_path, "llmc:{}/*/*.bin").data).splits
-    for name, split in (("train", "train"), ("validation", "val")):
-        assert [shard.file for shard in splits[name].shards] == [f"{tmp_path}/tokens/{split}/0.bin"]
-
-
 @pytest.mark.parametrize("kind", ["nanogpt", "llmc", "megatron"])
 def test_a_file_that_is_named_outright_is_trained_on(tmp_path, kind):
     (tmp_path / "test").mkdir()
@@ -295,13 +263,6 @@ def test_validation_files_validate_whatever_their_names(tmp_path, kind):
         prepare_shards(config_of(tmp_path, source, validation_files=["none"], path=other).data)
     with pytest.raises(UserError, match="data.validation_files has no meaning for"):
         config_of(tmp_path, "text:x.txt", validation_files=files)
-
-
-def test_tokens_beyond_the_model_are_told(tmp_path):
-    write_nanogpt(tmp_path / "train.bin", TRAIN)
-    data = {"source": f"nanogpt:{tmp_path}", "files": []}
-    with pytest.raises(UserError, match="token id 256, beyond model.vocab_size = 200"):
-        prepare_data(tiny_config(tmp_path, data=data, model={"vocab_size": 200}))
 
 
 def test_token_files_can_be_packed(tmp_path):

@@ -21,8 +21,7 @@ from torchmars.core.errors import LoneMistake, UserError
 from torchmars.data import loader as loading
 from torchmars.data.loader import Loader, close_all, validation_batches
 from torchmars.data.mixture import MixedWindows
-from torchmars.data.order import places_of, windows_of
-from torchmars.data.shares import Shares, shares_from_start
+from torchmars.data.order import Shares, places_of, shares_from_start, windows_of
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import Descriptor, Windows, opened
 

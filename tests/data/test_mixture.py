@@ -14,7 +14,7 @@ from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.data.loader import Loader, validation_batches
 from torchmars.data.mixture import MixedWindows
-from torchmars.data.shares import Shares, shares_from_start
+from torchmars.data.order import Shares, shares_from_start
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.data.windows import Windows
 

@@ -82,13 +82,6 @@ def test_damaged_shards_are_named(prepared, change, message):
         shards.check_shards(manifest, folder)
 
 
-def test_missing_shard_is_named(prepared):
-    _, folder, manifest = prepared
-    (folder / "validation-00000-000.bin").unlink()
-    with pytest.raises(UserError, match="validation-00000-000.bin cannot be read .No such file"):
-        shards.check_shards(manifest, folder)
-
-
 def test_ranks_share_the_check(prepared):
     _, folder, manifest = prepared
     flip(folder / "validation-00000-000.bin", 800)
@@ -157,13 +150,3 @@ def test_text_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "text.txt").write_text(" \n")
     with pytest.raises(UserError, match="no text"):
         prepare_data(tiny_config(tmp_path))
-
-
-def test_a_folder_of_other_files_is_left_alone(tmp_path):
-    write_text(tmp_path)
-    for path in (tmp_path, tmp_path / "mine"):
-        path.mkdir(exist_ok=True)
-        (path / "precious.pdf").write_text("x")
-        with pytest.raises(UserError, match="holds precious.pdf, but no manifest.json"):
-            prepare_data(tiny_config(tmp_path, data={"path": str(path)}))
-        assert (path / "precious.pdf").exists()

@@ -1,20 +1,14 @@
 """The bytes of text that tokens stand for, and losses in bits per byte."""
 
 import math
-import shutil
 
-import numpy as np
 import pytest
-import tiktoken
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import listen, metrics, tiny_config, tiny_tables, write_text
-from tests.support.tokenizers import KINDS
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import DataManifest, Split, read_manifest
 from torchmars.data.mixture import Mixture, MixturePart
-from torchmars.data.tokenizer import load_tokenizer
 from torchmars.training.preparation import prepare_data
 
 TEXTS = [f"  ä b {n}\n日本語 text" for n in range(99)]
@@ -38,37 +32,6 @@ def test_the_end_of_a_single_document_has_its_share_of_the_bytes(tmp_path):
     assert sum(split.text_bytes for split in manifest.splits.values()) == len(text.encode())
     for split in manifest.splits.values():
         assert abs(split.text_bytes - split.tokens) <= 1
-
-
-TEXT = "The  Größe of a foxes’ 日本 cat\n"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_token_has_bytes_of_the_text_and_all_have_all(kind, tmp_path):
-    theirs = KINDS[kind]()
-    theirs.save(str(tmp_path / "tokenizer.json"))
-    ids, ends = load_tokenizer(str(tmp_path)).encode_measured(TEXT)
-    found = theirs.encode(TEXT, add_special_tokens=False)
-    assert ids.tolist() == found.ids
-    assert (np.diff(ends) >= 0).all() and ends[-1] == len(TEXT.encode())
-    for end, (_, letter) in zip(ends[:-1], found.offsets):
-        assert end == len(TEXT[:letter].encode())
-
-
-def test_a_byte_is_a_token():
-    ids, ends = load_tokenizer("bytes").encode_measured("aé")
-    assert (ids.tolist(), ends.tolist()) == ([97, 195, 169], [1, 2, 3])
-
-
-@needs_data("tiktoken_cache")
-def test_tokens_of_gpt2_have_their_own_bytes(tmp_path, monkeypatch):
-    shutil.copytree(FOLDER / "tiktoken_cache", tmp_path / "bpe")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
-    ids, ends = load_tokenizer("gpt2").encode_measured(TEXT)
-    theirs = tiktoken.get_encoding("gpt2")
-    assert ids.tolist() == theirs.encode(TEXT)
-    wanted = [len(theirs.decode_bytes(ids[: end + 1].tolist())) for end in range(len(ids))]
-    assert ends.tolist() == wanted and wanted[-1] == len(TEXT.encode())
 
 
 def part(name, weight, train=0, validation=0):

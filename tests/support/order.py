@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
-from torchmars.data.shares import Shares
+from torchmars.data.order import Shares
 
 ALL = 2**64 - 1
 

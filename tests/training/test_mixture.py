@@ -18,7 +18,7 @@ from tests.support.tiny import (
 from torchmars.checkpoint.manifest import read
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
-from torchmars.data.shares import Shares
+from torchmars.data.order import Shares
 from torchmars.planning.plan import plan_run
 from torchmars.planning.report import plan_in_words
 from torchmars.training.preparation import prepare_run

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchmars.config.load import load_config
-from torchmars.data.shares import Shares
+from torchmars.data.order import Shares
 from torchmars.training.checkpointer import Resumed, RunState
 from torchmars.training.summary import continuation, data_lines
 

@@ -13,7 +13,7 @@ from torchmars.config.sections import RunConfig
 from torchmars.core.check import Name, Range
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
-from torchmars.data.shares import Shares
+from torchmars.data.order import Shares
 from torchmars.data.tokenizer import VocabularySize
 from torchmars.storage import storage_of
 from torchmars.storage.storage import MANIFEST, File

@@ -13,7 +13,6 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import TextIO
 
 # Characters that steer a terminal instead of being shown: control characters except the end of a
@@ -23,7 +22,6 @@ STEERING = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
     r"|\r(?!\n)"
 )
-PATIENCE = 3.0  # seconds of silence
 LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -115,8 +113,3 @@ def unless_done_in(seconds: float, work: Callable[[], object]) -> Iterator[None]
         yield
     finally:
         late.cancel()
-
-
-def say_if_long(text: str) -> AbstractContextManager[None]:
-    """Print a line on stderr while the body still runs after `PATIENCE` seconds."""
-    return unless_done_in(PATIENCE, lambda: say(text, error=True))

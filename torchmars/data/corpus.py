@@ -1,24 +1,25 @@
 """The corpus: which files a source means, in a fixed order, and what is read of each."""
 
+import contextlib
 import glob
 import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import BinaryIO
+from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
 from torchmars.config import DataConfig
 from torchmars.config.source import COMPRESSED, KINDS, parse_source
-from torchmars.core.console import say, say_if_long
+from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
 from torchmars.core.places import place
 from torchmars.core.words import counted
 from torchmars.storage import storage_of
-from torchmars.storage.objects import find_objects
+from torchmars.storage.objects import reading, store_of
 
 HIDDEN = "."  # begins names that no folder and no glob means
 
@@ -85,20 +86,18 @@ def matching_files(
     `UserError`, which names the `option`, for none.
     """
     path = place(os.path.expanduser(pattern), option, pattern=True)
-    there = not glob.has_magic(str(path)) or isinstance(path, Path) and os.path.lexists(path)
-    wild = (number for number, part in enumerate(path.parts) if glob.has_magic(part) and not there)
-    begin = next(wild, len(path.parts))
-    fixed, ends = type(path)(*path.parts[:begin]), KINDS[kind].suffixes
+    path = path.absolute() if isinstance(path, Path) else path
+    wild = (number for number, part in enumerate(path.parts) if glob.has_magic(part))
+    begin, ends = next(wild, len(path.parts)), KINDS[kind].suffixes
 
     def is_hidden(file: PurePath) -> bool:
         return any(part.startswith(HIDDEN) for part in file.parts[begin:])
 
-    with say_if_long(f"{option}: looking for {pattern!r} in all folders below {fixed}"):
-        found = sorted(below(path, fixed))
+    found, is_folder = named_files(path)
     if not is_hidden(path):
         found = [file for file in found if not is_hidden(file)]
     others: list[PurePath] = []
-    if path == fixed and found != [path]:  # a folder
+    if is_folder:
         packed = [end + more for end in ends for more in COMPRESSED if KINDS[kind].plain]
         others = [file for file in found if not file.name.endswith((*ends, *packed))]
         found = [file for file in found if file.name.endswith((*ends, *packed))]
@@ -117,30 +116,33 @@ def matching_files(
     return found
 
 
-def open_place(name: str) -> BinaryIO:
-    """Open a file of the corpus. Raises `OSError`, and `UserError` for a store's."""
+def named_files(path: PurePath) -> tuple[list[PurePath], bool]:
+    """Return the files that a path names, sorted, and whether it is that of a folder.
+
+    Links to folders are not followed. Raises `UserError`.
+    """
+    name, bucket = str(path), "" if isinstance(path, Path) else f"{path.parts[0]}//"
+    with reading(path) if bucket else contextlib.nullcontext():
+        files = store_of(path) if bucket else LocalFileSystem()
+        if is_folder := files.isdir(name):
+            found = files.find(name, detail=True)
+        elif files.exists(name):
+            found = {name.removeprefix(bucket): {"type": "file"}}
+        else:
+            try:
+                found = files.glob(name, detail=True)
+            except ValueError as error:
+                raise UserError(f"{name!r} is no glob: {error}") from None
+    # Some stores have an object for a folder.
+    folders = {each for each in found if each.endswith("/") or not bucket and os.path.isdir(each)}
+    names = [each for each in found if found[each]["type"] != "directory" and each not in folders]
+    return sorted(type(path)(f"{bucket}{each}") for each in names), is_folder
+
+
+def open_place(name: str) -> Any:
+    """Open a file of the corpus, buffered. Raises `OSError`, and `UserError` for a store's."""
     path = place(name, pattern=True)
     return path.open("rb") if isinstance(path, Path) else storage_of(path).open(path)
-
-
-def below(path: PurePath, fixed: PurePath) -> list[PurePath]:
-    """Return the files that a path, a folder or a glob names, called as its `fixed` part is.
-
-    A link to a file is one. A link to a folder is followed only in the fixed part, where magic is
-    none.
-    """
-    if not isinstance(path, Path):
-        return find_objects(str(path))
-    files, start = LocalFileSystem(), os.path.abspath(fixed)
-    if not os.path.lexists(start):
-        return []
-    try:
-        pattern = os.path.join(glob.escape(start), *path.parts[len(fixed.parts) :])
-        names = files.find(start) if path == fixed else files.glob(pattern)
-    except ValueError as error:
-        raise UserError(f"{str(path)!r} is no glob: {error}") from None
-    found = (fixed / os.path.relpath(name, start) if name != start else fixed for name in names)
-    return [file for file in found if os.path.isfile(file) or not os.path.exists(file)]
 
 
 def _stdlib_files() -> list[Path]:

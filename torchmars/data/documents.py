@@ -6,16 +6,15 @@ A process imports this file and a tokenizer, and nothing heavy.
 import hashlib
 import io
 import json
-import multiprocessing
-import os
-import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from torchmars.data.tokenizer import TokenDtype, Unencodable, load_tokenizer
+from torchmars.config import ResolvedData
+from torchmars.config.source import DataSource
+from torchmars.data.tokenizer import Unencodable, load_tokenizer, smallest_dtype
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
 
@@ -39,10 +38,8 @@ class TextPart:
 
     file: str
     unit: str
-    """The unit of their numbers: line or row."""
-    begin: int
-    """The byte of the file after which lines are counted."""
-    records: list[tuple[int, Record]]
+    """The unit of their numbers: line, where from they are counted, or row."""
+    records: list[tuple[int, Record]] = field(default_factory=list)
     """Each with the number where it begins. Where the file cannot be read, why is the last one."""
     read: int = 0
     """Bytes of the input that were read for it."""
@@ -73,25 +70,20 @@ class Encoded:
 
 @dataclass
 class Encoder:
-    """Parses, splits and tokenises blocks."""
+    """Parses, splits and tokenises blocks of a corpus."""
 
-    kind: str
-    """Kind of the source."""
-    field: str
-    tokenizer_name: str
-    validation_fraction: float
-    dtype: TokenDtype
+    config: ResolvedData
+    source: DataSource
+    """Its source: a process does not know the kinds of plugins."""
     longest: int
     """Bytes of the longest document."""
-    begin_token: str = "none"
-    """As data.begin_token."""
 
     def encode(self, block: list[TextPart]) -> Encoded:
         """Return the tokens of a block. Raises `UserError` if the tokenizer cannot be had."""
-        tokenizer = loaded(self.tokenizer_name, self.begin_token)
-        begin = np.array(tokenizer.before, self.dtype)
-        end = np.array([tokenizer.end_of_text], self.dtype)
-        tokens = {split: [np.empty(0, self.dtype)] for split in ("train", "validation")}
+        tokenizer = loaded(self.config.tokenizer, self.config.begin_token)
+        dtype = smallest_dtype(tokenizer.vocab_size)
+        begin, end = np.array(tokenizer.before, dtype), np.array([tokenizer.end_of_text], dtype)
+        tokens = {split: [np.empty(0, dtype)] for split in ("train", "validation")}
         done = Encoded({}, dict.fromkeys(tokens, 0), dict.fromkeys(tokens, 0), [])
         for part in block:
             for number, raw in part.records:
@@ -106,34 +98,30 @@ class Encoder:
                         done.text[split] += len(text.encode())
                 except (Damage, Unencodable, UnicodeEncodeError) as error:
                     # JSON can name half of a surrogate pair.
-                    of_text = not isinstance(error, UnicodeEncodeError)
-                    reason = str(error) if of_text else "its text has half of a surrogate pair"
-                    rest = isinstance(error, LostFile)
-                    after = f" after byte {part.begin}" if part.begin else ""
-                    place = f"{part.unit} {number}{after}"
-                    done.damaged.append(Damaged(part.file, place, reason, rest))
+                    place, rest = f"{part.unit} {number}", isinstance(error, LostFile)
+                    done.damaged.append(Damaged(part.file, place, str(error), rest))
         for split, arrays in tokens.items():
-            done.tokens[split] = np.concatenate(arrays, dtype=self.dtype, casting="same_kind")
+            done.tokens[split] = np.concatenate(arrays)
         return done
 
     def split_of(self, content: bytes) -> str:
         """Return the split that a document belongs to, by a hash that its copies share."""
         digest = hashlib.blake2b(content, digest_size=8, key=bytes(8)).digest()
         share = int.from_bytes(digest, "little") / 2**64
-        return "validation" if share < self.validation_fraction else "train"
+        return "validation" if share < self.config.validation_fraction else "train"
 
     def read(self, record: Record) -> str:
         """Return the text of a record. Raises `Damage`."""
         if isinstance(record, Damage):
             raise record
         if record is None:
-            raise Damage(f"it has no text in its field {self.field!r}")
+            raise Damage(f"it has no text in its field {self.source.field!r}")
         if len(record) > self.longest:
             raise Damage(f"it is longer than {self.longest:,} bytes")
         text = decode(record) if isinstance(record, bytes) else record
-        if self.kind == "jsonl":
-            return field_of(text, self.field)
-        if self.kind in ("stdlib", "text") and "\r" in text:
+        if self.source.kind == "jsonl":
+            return field_of(text, self.source.field)
+        if self.source.kind in ("stdlib", "text") and "\r" in text:
             return text.replace("\r\n", "\n").replace("\r", "\n")
         return text
 
@@ -189,9 +177,10 @@ def documents_of(blocks: Iterable[Numbered], longest: int) -> Iterator[Numbered]
     document, begin = bytearray(), 0
     for number, block in blocks:
         lines: Iterable[bytes | Damage] = [block]
-        if isinstance(block, bytes):
-            whole = SEPARATOR not in block and len(document) + len(block) <= longest
-            lines = [block] if whole else io.BytesIO(block)
+        if isinstance(block, bytes) and len(document) + len(block) > longest:
+            lines = io.BytesIO(block)
+        elif isinstance(block, bytes) and SEPARATOR in block:
+            lines = around_separators(block)
         for line in lines:
             text = line if isinstance(line, bytes) else b""
             damage = too_long(longest) if len(text) > longest else None
@@ -209,18 +198,18 @@ def documents_of(blocks: Iterable[Numbered], longest: int) -> Iterator[Numbered]
         yield begin, bytes(document)
 
 
+def around_separators(block: bytes) -> Iterator[bytes]:
+    """Yield the lines of a block that have a `SEPARATOR`, each alone, and what is between them."""
+    begin = 0
+    while (found := block.find(SEPARATOR, begin)) >= 0:
+        first = block.rfind(b"\n", begin, found) + 1 or begin
+        last = block.find(b"\n", found) + 1 or len(block)
+        yield from filter(None, (block[begin:first], block[first:last]))
+        begin = last
+    if rest := block[begin:]:
+        yield rest
+
+
 def too_long(longest: int) -> Damage:
     """Return the damage of a line that is longer than a document may be."""
     return Damage(f"its line is longer than {longest:,} bytes")
-
-
-def follow_starter() -> None:
-    """End this process, one that tokenises, with the process that started it."""
-
-    def follow() -> None:
-        starter = multiprocessing.parent_process()
-        if starter is not None:
-            starter.join()
-            os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()

@@ -112,10 +112,9 @@ def find_files(config: ResolvedData) -> tuple[list[Path], list[Path]]:
     }
     place = os.path.expanduser(source.glob)
     is_folder = os.path.isdir(place)
-    above = place if is_folder else os.path.dirname(re.split(r"[*?[]", place)[0])
     splits: dict[str, list[Path]] = {"t": [], "v": [*held], "other": []}
     for file in token_files(source.glob, source.kind, "data.source"):
-        words = SPLIT_WORDS.findall(os.path.relpath(file, above or ".").lower())
+        words = SPLIT_WORDS.findall(file.name.lower())
         # There may be other files in a folder of nanoGPT's or llm.c's.
         split = "other" if is_folder and source.kind != "megatron" else "t"
         if words and (is_folder or glob.has_magic(place)):

@@ -1,59 +1,13 @@
-"""Data sets of Hugging Face, and what the answers of its hub may name."""
+"""What the answers of a hub of Hugging Face may name."""
 
 import contextlib
 import functools
-import os
 import re
 from typing import Any
 
-from torchmars.config.source import DataSource
-from torchmars.core.errors import UserError, needs_package
+from torchmars.core.errors import UserError
 
 NAME = re.compile('(W/)?"?[0-9A-Za-z_-]+"?')  # also as an ETag, of which the package takes the name
-# In what `datasets` raises of a data set that comes as a program: from release 4 on, and before.
-NEEDS_SCRIPT = re.compile("scripts are no longer supported|trust_remote_code")
-
-
-@functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard
-def load_dataset(source: DataSource) -> Any:
-    """Return a data set of Hugging Face, streamed.
-
-    It comes from the hub, where NAME@REVISION names a revision of it, or from a local folder.
-    Raises `UserError`.
-    """
-    with needs_package("datasets", "a source of Hugging Face"):
-        import datasets
-    distrust_hub()  # also a local data set may name files of a hub
-    name, _, revision = source.dataset.partition("@")
-    if os.path.exists(source.dataset):
-        name, revision = source.dataset, ""
-    options: dict[str, Any] = {"revision": revision or None, "streaming": True}
-    try:
-        data = datasets.load_dataset(name, source.config or None, split=source.split, **options)
-    except UserError:
-        raise
-    except Exception as error:  # whatever its loader, its network or its files have raised
-        remedy = "check its name, config and split, and the network"
-        if NEEDS_SCRIPT.search(str(error)):
-            remedy = (
-                "it needs a loading script, which is not run: name a revision without one, such as "
-                f"hf:{name}@refs/convert/parquet, or its files by parquet: or jsonl:"
-            )
-        raise UserError(
-            f"data.source: cannot open the data set {source.dataset} ({in_a_line(error)}): {remedy}"
-        ) from None
-    columns = data.column_names  # not known of all data sets
-    if columns and source.field not in columns:
-        raise UserError(
-            f"data.source: the data set {source.dataset} has no field {source.field!r}: name one "
-            f"of {', '.join(columns)} (hf:DATASET:CONFIG:SPLIT:FIELD)"
-        )
-    return data
-
-
-def in_a_line(error: BaseException) -> str:
-    """Return the first line of another package's error."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 @functools.cache  # a second client would close the first one, which may be in use

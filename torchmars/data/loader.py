@@ -15,8 +15,7 @@ from torchmars.cluster import process
 from torchmars.core.device import is_gpu, use
 from torchmars.core.errors import LoneMistake, UserError
 from torchmars.data.mixture import MixedWindows
-from torchmars.data.order import Place, rank_places
-from torchmars.data.shares import Shares, shares_from_start
+from torchmars.data.order import Place, Shares, rank_places, shares_from_start
 
 
 class Microbatches(BaseNode[Tensor | BaseException]):

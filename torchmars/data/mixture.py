@@ -13,11 +13,9 @@ from torch import Tensor
 from torchmars.config.data import Packing
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import DataManifest, Level, check_shards
-from torchmars.data.order import Place
-from torchmars.data.packing import METHOD as PACKED
-from torchmars.data.packing import PackedWindows, pack_shards
-from torchmars.data.shares import shares_from_start
-from torchmars.data.windows import Windows
+from torchmars.data.order import Place, shares_from_start
+from torchmars.data.windows import METHOD as PACKED
+from torchmars.data.windows import PackedWindows, Windows, pack_shards
 
 SplitName = Literal["train", "validation"]
 
@@ -127,14 +125,11 @@ class Mixture:
                         f"training.seq_len, or {remedy}"
                     )
 
-    def pack(self, seq_len: int, level: Level) -> None:
-        """Pack the shards of all parts, if they are to be packed. Raises `UserError`.
-
-        `level` says how existing packings are checked.
-        """
+    def pack(self, seq_len: int) -> None:
+        """Pack the shards of all parts, if they are to be packed. Raises `UserError`."""
         if self.packing == PACKED:
             for part in self.parts:
-                pack_shards(part.folder, part.manifest, seq_len, level)
+                pack_shards(part.folder, part.manifest, seq_len)
 
     def verify(self, level: Level, rank: int = 0, ranks: int = 1) -> None:
         """Raise `UserError` naming the first shard that is missing, truncated or altered.

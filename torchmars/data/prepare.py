@@ -15,17 +15,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from torchmars.cluster import process
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
 from torchmars.core.check import parse_json
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, locked, own_cores, read_text, write_durably
-from torchmars.core.words import counted
 from torchmars.data import foreign
 from torchmars.data.corpus import Piece, Sizes, source_files
-from torchmars.data.documents import Encoded, Encoder, TextPart, follow_starter
+from torchmars.data.documents import Encoded, Encoder, TextPart
 from torchmars.data.manifest import (
     DataManifest,
     check_manifest,
@@ -189,16 +187,9 @@ def make_pieces(
     parts = [finished_part(partial, number) for number in range(len(pieces))]
     damaged = [each for part in parts if part for each in part.damaged]
     mine = [number for number in mine if not parts[number]]
-    source, vocab_size = parse_source(config.source), load_tokenizer(config.tokenizer).vocab_size
-    encoder = Encoder(
-        source.kind,
-        source.field,
-        config.tokenizer,
-        config.validation_fraction,
-        smallest_dtype(vocab_size),
-        sizes.document,
-        config.begin_token,
-    )
+    source = parse_source(config.source)
+    encoder = Encoder(config, source, sizes.document)
+    dtype = smallest_dtype(load_tokenizer(config.tokenizer).vocab_size)
     total = sum(each.size for number in mine for each in pieces[number])
     processes = config.processes or own_cores()
     if source.kind != "hf":  # no more than there are blocks
@@ -209,7 +200,7 @@ def make_pieces(
         for number in mine:
             if not (partial / PLAN).exists():  # another process has made the folder complete
                 return
-            writer = PieceWriter(partial, number, encoder.dtype, sizes.shard_tokens)
+            writer = PieceWriter(partial, number, dtype, sizes.shard_tokens)
             if not (partial / PLAN).exists():  # while this one has waited
                 return
             if not writer.done:
@@ -217,7 +208,6 @@ def make_pieces(
                     yield writer, block
             yield writer, None
 
-    documents = tokens = 0
     what = f"tokenising {config.source} ({config.tokenizer})"
     unit = " shards" if source.kind == "hf" else "B"
     with progress_bar(what, total, unit) as bar, start_pool(encoder, processes) as submit:
@@ -227,10 +217,6 @@ def make_pieces(
                 continue
             encoded = future.result()
             writer.add(encoded)
-            documents += sum(encoded.documents.values())
-            tokens += sum(map(len, encoded.tokens.values()))
-            said = f"{counted(documents, 'document')}, {tqdm.format_sizeof(tokens)} tokens"
-            bar.set_postfix_str(said, refresh=False)
             bar.update(sum(part.read for part in block))
             damaged += encoded.damaged
             check_damage(damaged, files, partial)
@@ -261,7 +247,8 @@ def start_pool(encoder: Encoder, count: int) -> Iterator[Submit]:
     if count > 1:
         with as_here():
             context = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(count, context, follow_starter)
+            with_this = os.getpid(), signal.SIGKILL
+            pool = ProcessPoolExecutor(count, context, process.send_once_gone, with_this)
 
     def submit(block: Block) -> "Future[Encoded]":
         with as_here():  # it may start a process

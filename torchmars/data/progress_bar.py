@@ -8,7 +8,7 @@ from tqdm import tqdm
 from torchmars.core.console import harmless, is_shown, say
 
 LOG_SECONDS = 30.0  # between two lines of a log
-LINE = "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+LINE = "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
 
 
 class LogLines:

@@ -6,18 +6,22 @@ documents and rows end. `documents` handles their contents.
 
 import bz2
 import contextlib
+import functools
 import gzip
 import io
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any
 
+from fsspec.utils import seek_delimiter
+
 from torchmars.config.source import KINDS, DataSource
-from torchmars.core.errors import UserError, needs_package
+from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import LFS
 from torchmars.data.corpus import Input, Piece, Sizes, open_place
 from torchmars.data.documents import (
@@ -29,18 +33,18 @@ from torchmars.data.documents import (
     lines_of,
     too_long,
 )
-from torchmars.data.hub import in_a_line, load_dataset
+from torchmars.data.hub import distrust_hub
 
 PIECES = 2048  # about how many pieces a large corpus has
 LOOKS = 8  # files that are looked at side by side: stores answer late
 CHUNK = 2**18  # bytes read at once
-SLICE = 64  # bytes of zstd decompressed at once: at most 2 MiB, of blocks of 4 bytes and 128 KiB
 DEEPEST = 3  # packings within each other
 Records = Iterator[tuple[int, Record]]  # each with the number of its first line, or its row
+AGAIN = "start again when it can be read; what is done is kept"
 ROWS = 256  # read at once of a Parquet file
 TEXT = (["string"], ["large_string"])  # Arrow's types of a column
-# Where a range may begin. Other forms of these lines end documents too.
-BORDERS = {"jsonl": re.compile(rb"\n"), "text": re.compile(rb"\n<\|endoftext\|>\r?\n")}
+# What ends before a range. Other forms of these lines end documents too.
+BORDERS = {"jsonl": b"\n", "text": b"\n<|endoftext|>\n"}
 MAGIC = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
     rb"|(?P<xz>\xfd7zXZ\0)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))"
@@ -60,7 +64,7 @@ def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> li
 
     def cut(name: str) -> list[Input]:
         whole = Input(name, files[name])
-        with disk_errors(name):
+        with file_errors(f"cannot read {name} of the corpus", AGAIN):
             if source.kind == "parquet":
                 return row_groups(whole, source.field, size)
             return text_ranges(whole, source.kind, size) if KINDS[source.kind].plain else [whole]
@@ -88,38 +92,19 @@ def text_ranges(whole: Input, kind: str, size: int) -> list[Input]:
     with open_place(whole.name) as stream:
         if MAGIC.match(stream.read(16)):
             return [whole]
-        cuts = [0]
+        # Past its buffer, which has many megabytes of a store.
+        raw, cuts = stream.raw, [0]
         while cuts[-1] + size < whole.size:
-            cuts.append(border_after(stream, cuts[-1] + size, BORDERS.get(kind, BORDERS["text"])))
-        ends = [cut for cut in cuts[1:] if cut < whole.size] + [whole.size]
-    return [Input(whole.name, end - begin, begin, end) for begin, end in zip(cuts, ends)]
+            raw.seek(cuts[-1] + size)
+            seek_delimiter(raw, BORDERS.get(kind, BORDERS["text"]), CHUNK)  # or to the end
+            cuts.append(raw.tell())
+    ends = sorted({*cuts, whole.size})
+    return [Input(whole.name, end - begin, begin, end) for begin, end in pairwise(ends)]
 
 
-def border_after(stream: Any, at: int, border: re.Pattern[bytes]) -> int:
-    """Return where the first border after a byte of a file ends; beyond the file if there is none.
-
-    It reads past the stream's buffer, which has many megabytes of a store.
-    """
-    stream.raw.seek(at)
-    data = b""
-    while chunk := stream.raw.read(CHUNK):
-        data += chunk
-        if found := border.search(data):
-            return at + found.end()
-        at, data = at + len(data[:-32]), data[-32:]
-    return 2**62
-
-
-@contextlib.contextmanager
-def disk_errors(name: str) -> Iterator[None]:
-    """Raise a `UserError` where the disk does not give a file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot read {name} of the corpus: {error.strerror or error}: start again when it can "
-            "be read; what is done is kept"
-        ) from None
+def open_input(each: Input, source: DataSource) -> Any:
+    """Open the file of an input; a shard of a data set has none. Raises `OSError`."""
+    return contextlib.nullcontext() if source.kind == "hf" else open_place(each.name)
 
 
 def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[list[TextPart]]:
@@ -129,41 +114,34 @@ def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[list[
     block: list[TextPart] = []
     size = 0
     for each in piece:
-        what = each.name, *(("line", each.begin) if of_lines else ("row", 0))
-        part, seen = TextPart(*what, []), 0
+        after = f"after byte {each.begin}, " if of_lines and each.begin else ""
+        what = each.name, f"{after}{'line' if of_lines else 'row'}"
+        part, seen = TextPart(*what), 0
         block.append(part)
-        with disk_errors(each.name), open_input(each, source) as stream:
+        told = file_errors(f"cannot read {each.name} of the corpus", AGAIN)
+        with told, open_input(each, source) as stream:
             for number, record in told_at_end(reader(stream, each, source, sizes)):
                 part.records.append((number, record))
                 size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
                 if size >= sizes.block:
-                    part.read = stream.tell() - each.begin - seen if of_lines else 0
+                    if of_lines and not stream.closed:  # as Arrow leaves it
+                        part.read = stream.tell() - each.begin - seen
                     seen += part.read
                     yield block
-                    part = TextPart(*what, [])
+                    part = TextPart(*what)
                     block, size = [part], 0
         part.read = each.size - seen
     if block:
         yield block
 
 
-def open_input(each: Input, source: DataSource) -> Any:
-    """Open the file of an input; a data set has none. Raises `OSError`."""
-    return contextlib.nullcontext() if source.kind == "hf" else open_place(each.name)
-
-
 def told_at_end(records: Records) -> Records:
-    """Yield records, and last why a file cannot be read to its end, if so.
-
-    Raises an `OSError` of the disk.
-    """
+    """Yield records, and last why a file cannot be read to its end. Raises a disk's `OSError`."""
     number = 0
     try:
         for number, record in records:
             yield number, record
-    except LostFile as damage:
-        yield number + 1, damage
-    except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+    except (LostFile, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         yield number + 1, lost_file(error)
 
 
@@ -171,7 +149,9 @@ def lost_file(error: Exception, more: str = "") -> LostFile:
     """Return the damage of a file that a library cannot read. Raises an `OSError` of the disk."""
     if isinstance(error, OSError) and error.errno is not None:
         raise error
-    return LostFile(f"from here on it cannot be read ({in_a_line(error)}{more})")
+    if isinstance(error, LostFile):
+        return error
+    return LostFile(f"from here on it cannot be read ({type(error).__name__}: {error}{more})")
 
 
 def text_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
@@ -208,89 +188,20 @@ def unpacked(stream: Any, name: str) -> Any:
 
     Its first bytes tell, not its name. Raises `LostFile`, and what its library raises of damage.
     """
-    for _ in range(DEEPEST + 1):
+    for _ in range(DEEPEST):
         start = stream.peek(100)
         if start.startswith(LFS):
             raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")
-        found = MAGIC.match(start)
-        if not found:
-            return stream
+        if not (found := MAGIC.match(start)):
+            break
         if found.lastgroup == "zstd":
-            stream = io.BufferedReader(ZstdStream(stream, name), CHUNK)
-        elif found.lastgroup == "gzip":
-            stream = gzip.open(stream)
+            with needs_package("pyarrow", f"reading {name}"):
+                import pyarrow
+            # Unlike the package zstandard it tells of a frame that is cut short.
+            stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"), CHUNK)
         else:
-            begin = {"xz": lzma.LZMADecompressor, "bz2": bz2.BZ2Decompressor}[str(found.lastgroup)]
-            stream = io.BufferedReader(Streams(stream, begin), CHUNK)
-    raise LostFile(f"it is packed more than {DEEPEST} times")
-
-
-class Streams(io.RawIOBase):
-    """What streams of xz or bzip2 hold. Their packages leave out what follows one and is none."""
-
-    def __init__(self, stream: Any, begin: Callable[[], Any]) -> None:
-        self.stream, self.begin, self.left = stream, begin, b""
-        self.one: Any = None
-
-    def readable(self) -> bool:
-        """Return that it can be read."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read some bytes, or none at the end. Raises `EOFError`, `OSError` and `LZMAError`."""
-        while True:
-            data = b""
-            if self.one is None or self.one.needs_input:
-                data, self.left = self.left or self.stream.read(CHUNK), b""
-                if not data and self.one:
-                    raise EOFError("it is cut short")
-                if not data:
-                    return 0
-                if self.one is None and not (data := data.lstrip(b"\0")):  # padding
-                    continue
-            self.one = self.one or self.begin()
-            found = self.one.decompress(data, len(buffer))
-            if self.one.eof:
-                self.left, self.one = self.one.unused_data, None
-            if found:
-                buffer[: len(found)] = found
-                return len(found)
-
-
-class ZstdStream(io.RawIOBase):
-    """What frames of zstd hold. The package's own stream takes one that is cut short for whole."""
-
-    def __init__(self, stream: Any, name: str) -> None:
-        """Raises `UserError` where the package is missing."""
-        with needs_package("zstandard", f"reading {name}"):
-            import zstandard
-        self.package, self.stream = zstandard, stream
-        self.begin = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
-        self.frame: Any = None
-        self.left = self.found = b""
-
-    def readable(self) -> bool:
-        """Return that it can be read."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read some bytes, or none at the end. Raises `EOFError` and `OSError`."""
-        while not self.found:
-            data = self.left or self.stream.read(SLICE)
-            if not data:
-                if self.frame:
-                    raise EOFError("it is cut short")
-                return 0
-            self.frame = self.frame or self.begin()
-            try:
-                self.found, self.left = self.frame.decompress(data), b""
-            except self.package.ZstdError as error:
-                raise EOFError(str(error)) from None
-            if self.frame.eof:
-                self.left, self.frame = self.frame.unused_data, None
-        count = min(len(buffer), len(self.found))
-        buffer[:count], self.found = self.found[:count], self.found[count:]
-        return count
+            stream = {"gzip": gzip, "xz": lzma, "bz2": bz2}[str(found.lastgroup)].open(stream)
+    return stream
 
 
 def open_table(stream: Any, name: str) -> Any:
@@ -308,7 +219,7 @@ def open_table(stream: Any, name: str) -> Any:
 
 
 def row_groups(whole: Input, field: str, size: int) -> list[Input]:
-    """Return a Parquet file as runs of row groups, of at least `size` bytes.
+    """Return a Parquet file as runs of row groups, of about `size` bytes.
 
     Raises `UserError` if it has no column of text of this name. A file that cannot be read is left
     to whoever reads its rows.
@@ -319,17 +230,12 @@ def row_groups(whole: Input, field: str, size: int) -> list[Input]:
         except LostFile:
             return [whole]
         check_column(table.schema_arrow, field, whole.name)
-        if whole.size <= size:
-            return [whole]
-        rows = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
-    inputs: list[Input] = []
-    begin = start = 0
-    for group, first in enumerate(accumulate(rows), start=1):
-        end = whole.size * first // max(1, sum(rows))
-        if end - begin >= size or group == len(rows):
-            inputs.append(Input(whole.name, end - begin, start, group))
-            begin, start = end, group
-    return inputs or [whole]
+        groups = table.num_row_groups
+    runs = max(1, min(groups, whole.size // size))
+    return [
+        Input(whole.name, whole.size // runs, groups * run // runs, groups * (run + 1) // runs)
+        for run in range(runs)
+    ]
 
 
 def check_column(schema: Any, field: str, name: str) -> None:
@@ -362,14 +268,46 @@ def parquet_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) 
         raise lost_file(error) from None
 
 
+@functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard
+def load_dataset(source: DataSource) -> Any:
+    """Return a data set of Hugging Face, streamed, from the hub or a local folder.
+
+    NAME@REVISION names a revision of one of the hub. Raises `UserError`.
+    """
+    with needs_package("datasets", "a source of Hugging Face"):
+        import datasets
+    distrust_hub()  # also a local data set may name files of a hub
+    name, _, revision = source.dataset.partition("@")
+    if os.path.exists(source.dataset):
+        name, revision = source.dataset, ""
+    options: dict[str, Any] = {"revision": revision or None, "streaming": True}
+    try:
+        data = datasets.load_dataset(name, source.config or None, split=source.split, **options)
+    except UserError:
+        raise
+    except Exception as error:  # whatever its loader, its network or its files have raised
+        raise UserError(
+            f"data.source: cannot open the data set {source.dataset} ({type(error).__name__}: "
+            f"{error}): check its name, config and split, and the network; for one that needs a "
+            f"loading script, name a revision without one, as hf:{name}@refs/convert/parquet"
+        ) from None
+    columns = data.column_names  # not known of all data sets
+    if columns and source.field not in columns:
+        raise UserError(
+            f"data.source: the data set {source.dataset} has no field {source.field!r}: name one "
+            f"of {', '.join(columns)} (hf:DATASET:CONFIG:SPLIT:FIELD)"
+        )
+    return data
+
+
 def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes) -> Records:
     """Yield the rows of a shard of a data set of Hugging Face.
 
     Raises `UserError` for whatever its files or its network raise.
     """
+    data = load_dataset(source)
     try:
-        data = load_dataset(source).shard(num_shards=shard.end, index=shard.begin)
-        for number, row in enumerate(data, start=1):
+        for number, row in enumerate(data.shard(num_shards=shard.end, index=shard.begin), start=1):
             value = row.get(source.field)
             yield number, value if isinstance(value, (bytes, str)) else None
     except UserError:
@@ -377,7 +315,7 @@ def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes)
     except Exception as error:
         raise UserError(
             f"cannot read shard {shard.begin} of the data set {shard.name} "
-            f"({in_a_line(error)}): start again to continue; what is done is kept"
+            f"({type(error).__name__}: {error}): start again to continue; what is done is kept"
         ) from None
 
 

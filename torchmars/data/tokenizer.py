@@ -7,7 +7,6 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -98,25 +97,11 @@ class Tokenizer(Protocol):
         tokenised by several processes. Raises `Unencodable` for whatever a text makes it raise.
         """
 
-    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids of a text, and how many of its bytes end with each of them.
-
-        The bytes are those of the text itself in UTF-8. What a tokenizer drops is the next token's,
-        and what follows the last token is that one's. Raises `Unencodable`.
-        """
-
     def decode(self, tokens: list[int]) -> str:
         """Return the text of token ids.
 
         Ids without text, those of padding rows of the token table, give none.
         """
-
-    def is_settled(self, tokens: list[int]) -> bool:
-        """Return whether the text of token ids stays as it is, whatever tokens follow.
-
-        A letter's first bytes, which decode to U+FFFD, are left to the caller.
-        """
-        return True
 
 
 class BytePairTokenizer(Tokenizer, Protocol):
@@ -149,10 +134,6 @@ class ByteTokenizer(BytePairTokenizer):
         with package_errors("bytes cannot encode a text", Unencodable):
             encoded = [text.encode() for text in texts]
         return [np.frombuffer(each, dtype=np.uint8).astype(np.uint16) for each in encoded]
-
-    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        [tokens] = self.encode_batch([text])
-        return tokens, np.arange(1, len(tokens) + 1)
 
 
 class TiktokenTokenizer(BytePairTokenizer):
@@ -211,11 +192,6 @@ class TiktokenTokenizer(BytePairTokenizer):
             found = self._encoding.encode(text, disallowed_special=())
             return np.array(found, dtype=np.uint32)
         return self._encoding.encode_to_numpy(text, disallowed_special=())
-
-    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        [tokens] = self.encode_batch([text])
-        sizes = map(len, map(self._encoding.decode_single_token_bytes, tokens.tolist()))
-        return tokens, np.fromiter(accumulate(sizes), np.int64)
 
 
 class FileTokenizer(Tokenizer):
@@ -329,29 +305,12 @@ class FileTokenizer(Tokenizer):
         # Not its encode_batch, which takes all cores.
         return [np.array(self._encode(text).ids, dtype=dtype) for text in texts]
 
-    def encode_measured(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        found = self._encode(text)
-        tokens = np.array(found.ids, dtype=smallest_dtype(self.vocab_size))
-        # The package counts letters of the text, whatever it has made of them.
-        after = np.cumsum([0, *(len(letter.encode()) for letter in text)])
-        ends = np.maximum.accumulate(after[[end for _, end in found.offsets]])
-        ends[-1:] = after[-1]
-        return tokens, ends
-
     def _encode(self, text: str) -> "tokenizers.Encoding":
         with package_errors(f"{self.path} cannot encode a text", Unencodable):
             return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def is_settled(self, tokens: list[int]) -> bool:
-        """Return False after a token that stands for a byte: one that is no part of a letter makes
-        all of those before it unknown, up to the last one that is no byte."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        special = {number for number, token in added.items() if token.special}  # without text
-        last = next((token for token in reversed(tokens) if token not in special), None)
-        return last is None or not self.token(last).startswith("<0x")  # as sentencepiece has them
 
 
 @lru_cache(maxsize=4)  # a run asks for its tokenizer in several places

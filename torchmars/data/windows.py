@@ -1,17 +1,55 @@
-"""The windows of a split: how a sample is defined and read."""
+"""The windows of a split: how a sample is defined and read, as a stream or by best-fit packing.
+
+Best-fit packing fills windows with documents that fit, so that few documents are cut.
+
+Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830. Theirs
+leaves padding in windows. Here all windows are full: a gap that no document fits is filled by
+cutting one.
+
+A document's tokens as inputs are the end-of-text token before it and all of its own. Their targets
+are its own tokens and the end-of-text token after it. Where documents begin with a token of their
+own, they go from that token to the end-of-text token, and the target of that one is the next such
+token. So documents can follow each other in a window in any order, and every target is the token
+that follows in the shard.
+
+The result lies beside the shards: `best_fit-T/` has, for each shard, a file that is named after the
+shard's SHA-256, of int64, little-endian: for each window the number of its first span, and the
+number of all spans; then, for each span, its first token in the shard, and how many inputs it has.
+"""
 
 import os
+import socket
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
-from torchmars.core.errors import UserError
-from torchmars.data.manifest import REMEDY, Split, TokenDtype, count_windows, numpy_dtype
+from torchmars.core.errors import UserError, file_errors
+from torchmars.core.files import PARTIAL, write_durably
+from torchmars.data.manifest import (
+    REMEDY,
+    SPLITS,
+    DataManifest,
+    Shard,
+    Split,
+    TokenDtype,
+    check_shard,
+    count_windows,
+    numpy_dtype,
+)
+from torchmars.models.documents import begins
+
+# The order of windows follows from it, so whatever changes them makes another method.
+METHOD = "best_fit"
+NUMBER = np.dtype("<i8")
+CHUNK = 2**24  # tokens that are searched for documents at once
+Span = tuple[int, int]  # the first of some inputs in a shard, and how many there are
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,3 +122,188 @@ class Windows:
         file, offset, size = self.files[shard], self.shards[shard].offset, self.dtype.itemsize
         data = [file.read(offset + begin * size, (end - begin) * size) for begin, end in spans]
         return np.frombuffer(b"".join(data), self.dtype)
+
+
+class PackedWindows(Windows):
+    """The windows of a split whose shards `pack_shards` has packed.
+
+    Each shard has windows of its own.
+    """
+
+    def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
+        super().__init__(folder, split, dtype, seq_len)
+        self.packings = [
+            ReadFile(packing_file(folder, shard, seq_len), "remove it and start the run again")
+            for shard in split.shards
+        ]
+        counts = (count_windows(shard.tokens, seq_len) for shard in split.shards)
+        self.firsts = list(accumulate(counts, initial=0))
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def __getitem__(self, window: int) -> np.ndarray:
+        """Return token ids [T + 1] in the shards' dtype. Raises `UserError` of a failed read."""
+        shard = bisect_right(self.firsts, window) - 1
+        first, last = self.firsts[shard : shard + 2]
+        begin, end = self._numbers(shard, window - first, 2)
+        numbers = self._numbers(shard, last - first + 1 + 2 * begin, 2 * (end - begin))
+        spans = [(start, start + size) for start, size in zip(numbers[::2], numbers[1::2])]
+        spans[-1] = spans[-1][0], spans[-1][1] + 1  # the last target
+        return self.read(shard, *spans)
+
+    def _numbers(self, shard: int, first: int, count: int) -> list[int]:
+        """Return numbers of the packing of a shard. Raises `UserError` of a failed read."""
+        data = self.packings[shard].read(first * NUMBER.itemsize, count * NUMBER.itemsize)
+        return np.frombuffer(data, NUMBER).tolist()
+
+
+def pack_shards(folder: Path, manifest: DataManifest, seq_len: int) -> None:
+    """Pack the shards of all splits that are not packed.
+
+    Raises `UserError` for a shard that is damaged, and where the folder cannot be written to.
+    """
+    splits = [Windows(folder, manifest.splits[name], manifest.dtype, seq_len) for name in SPLITS]
+    missing = [
+        (windows, number, file)
+        for windows in splits
+        for number, shard in enumerate(windows.shards)
+        if not (file := packing_file(folder, shard, seq_len)).exists()
+    ]
+    for windows, number, file in tqdm(missing, "packing", unit=" shards", disable=not missing):
+        check_shard(windows.shards[number], manifest.dtype, folder)
+        content = packing(windows, number, manifest)
+        with file_errors(
+            f"cannot write {file}",
+            'data.packing = "best_fit" needs a data.path that you can write to, once for each '
+            "training.seq_len",
+        ):
+            file.parent.mkdir(exist_ok=True)
+            # Other machines may write the same one.
+            suffix = f".{socket.gethostname()}-{os.getpid()}{PARTIAL}"
+            write_durably(file, content, suffix)
+
+
+def packing_file(folder: Path, shard: Shard, seq_len: int) -> Path:
+    """Return where the packing of a shard is."""
+    return folder / f"{METHOD}-{seq_len}" / f"{shard.sha256}.spans"
+
+
+def packing(windows: Windows, number: int, manifest: DataManifest) -> bytes:
+    """Return the packing of a shard, found by reading all of it."""
+    tokens, border = windows.shards[number].tokens, (manifest.end_of_text, manifest.begin_token)
+    found = []
+    for first in range(0, tokens, CHUNK):
+        before = min(first, 1)  # the token before tells whether a document begins
+        chunk = windows.read(number, (first - before, min(first + CHUNK, tokens)))
+        found.append(first + np.flatnonzero(begins(chunk, *border)[before:]))
+    firsts, spans = array("q", [0]), array("q")
+    for window in best_fit_windows(np.concatenate(found), tokens, windows.seq_len):
+        for span in window:
+            spans.extend(span)
+        firsts.append(len(spans) // 2)
+    return np.concatenate([firsts, spans]).astype(NUMBER).tobytes()
+
+
+def best_fit_windows(begins: np.ndarray, tokens: int, seq_len: int) -> Iterator[list[Span]]:
+    """Yield the windows of a shard of `tokens` tokens: spans of `seq_len` inputs in all.
+
+    `begins` are the places where its documents begin, sorted. Only the first span of a window may
+    begin inside a document, and only the last one may end inside one. No input is in two spans.
+    Less than `seq_len` are in none, so the number of windows is `(tokens - 1) // seq_len`.
+    """
+    if not len(begins):
+        yield from alone(0, tokens - 1, seq_len)
+        return
+    # A shard may begin inside a document, and end inside one. The end of a window is the only place
+    # for that one, so it is kept for the last gap.
+    rest, last = (0, int(begins[0])), (int(begins[-1]), tokens - 1 - int(begins[-1]))
+    whole = WholeDocuments(begins[:-1], np.diff(begins), seq_len)
+    window: list[Span] = []
+    gap = 0
+    while rest[1] or whole.left:
+        start, length = rest if rest[1] else whole.take(whole.longest)
+        yield from alone(start, length, seq_len)
+        rest, left = (0, 0), length % seq_len
+        if not left:
+            continue
+        window, gap = [(start + length - left, left)], seq_len - left
+        while gap and (fitting := whole.best_fit(gap)):
+            window.append(whole.take(fitting))
+            gap -= fitting
+        if gap and whole.left:
+            start, length = whole.take(whole.longest)
+            window.append((start, gap))
+            rest, gap = (start + gap, length - gap), 0
+        if not gap:
+            yield window
+    start, length = last
+    if gap > length:
+        return
+    if gap:
+        yield [*window, (start, gap)]
+    yield from alone(start + gap, length - gap, seq_len)
+
+
+def alone(start: int, length: int, seq_len: int) -> Iterator[list[Span]]:
+    """Yield the windows that some inputs fill without others."""
+    for first in range(start, start + length - seq_len + 1, seq_len):
+        yield [(first, seq_len)]
+
+
+class WholeDocuments:
+    """The whole documents of a shard that are not packed yet, by length."""
+
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> None:
+        self.order = np.argsort(lengths, kind="stable")
+        self.starts, self.lengths, self.seq_len = starts, lengths, seq_len
+        short = lengths[lengths <= seq_len]
+        self.left, self.short = len(lengths), len(short)
+        self.long = self.left - self.short
+        self.counts: list[int] = np.bincount(short, minlength=seq_len + 1).tolist()
+        self.firsts: list[int] = np.cumsum([0, *self.counts]).tolist()
+        # Sets of lengths as the bits of an integer, whose operations are fast: bit n of `present`
+        # says whether there is a document of length n, and bit seq_len - n of `mirrored` too.
+        self.present = self.mirrored = 0
+        for length, count in enumerate(self.counts):
+            if count:
+                self._toggle(length)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest document that is left."""
+        if self.long:
+            return int(self.lengths[self.order[self.short + self.long - 1]])
+        return self.present.bit_length() - 1
+
+    def best_fit(self, gap: int) -> int:
+        """Return the length of the document to put into a gap; 0 if none fits.
+
+        It is the one that fills the gap; else the longest that fills it with one more; else the
+        longest that fits.
+        """
+        if self.present >> gap & 1:
+            return gap
+        pairs = self.present & self.mirrored >> (self.seq_len - gap)
+        half, odd = divmod(gap, 2)
+        if not odd and self.counts[half] == 1:
+            pairs &= ~(1 << half)
+        fitting = pairs or self.present & (1 << gap) - 1
+        return max(0, fitting.bit_length() - 1)
+
+    def take(self, length: int) -> Span:
+        """Take out a document of a length; return its inputs."""
+        if length > self.seq_len:
+            self.long -= 1
+            place = self.order[self.short + self.long]
+        else:
+            self.counts[length] -= 1
+            place = self.order[self.firsts[length] + self.counts[length]]
+            if not self.counts[length]:
+                self._toggle(length)
+        self.left -= 1
+        return int(self.starts[place]), length
+
+    def _toggle(self, length: int) -> None:
+        self.present ^= 1 << length
+        self.mirrored ^= 1 << (self.seq_len - length)

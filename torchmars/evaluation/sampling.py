@@ -136,7 +136,7 @@ def continuations(
     ):
         for one, token in zip(new, tokens):
             one += [] if token is None else [token]
-        if len(prompts) == 1 and tokenizer.is_settled(contexts[0] + new[0]):
+        if len(prompts) == 1:
             text = following(tokenizer, contexts[0], new[0])
             if not text.endswith(UNKNOWN):
                 enough = tell(text[said:])

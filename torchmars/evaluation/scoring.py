@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,8 +26,8 @@ class Tokens:
 
     ids: list[int]
     count: int
-    size: int = field(default=0, compare=False)
-    """Bytes of the text in UTF-8, where they were counted."""
+    size: float = field(default=0.0, compare=False)
+    """Bytes of the text in UTF-8, where they were counted: each token has those of the mean one."""
 
 
 class Scorer:
@@ -92,24 +91,17 @@ class Scorer:
         return (found.double() * mine[..., None]).sum(1)
 
 
-def windows_after(
-    opening: list[int], tokens: list[int], seq_len: int, ends: np.ndarray | None = None
-) -> list[Tokens]:
+def windows_after(opening: list[int], tokens: list[int], seq_len: int) -> list[Tokens]:
     """Return windows in which each of `tokens` is scored once, by a model that sees `seq_len`.
 
-    It sees as many tokens as it can before them. `ends` are the bytes of the text that end with
-    each token.
+    It sees as many tokens as it can before them.
     """
     ids = [*opening, *tokens]
     windows: list[Tokens] = []
     begin = len(opening)
     while begin < len(ids):
         end = min(begin + seq_len if windows else max(seq_len, begin) + 1, len(ids))
-        size = 0
-        if ends is not None:
-            first, last = begin - len(opening), end - len(opening)
-            size = int(ends[last - 1] - (ends[first - 1] if first else 0))
-        windows.append(Tokens(ids[max(0, end - seq_len - 1) : end], end - begin, size))
+        windows.append(Tokens(ids[max(0, end - seq_len - 1) : end], end - begin))
         begin = end
     return windows
 
@@ -122,21 +114,20 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     """
     windows: list[Tokens] = []
     tokenizer = scorer.tokenizer
-    lost = 0  # bytes of the documents before, of which the tokenizer leaves nothing
+    opening, size = tokenizer.before or [tokenizer.begin], 0
     for file in matching_files(pattern, "text", "--text", scorer.layout.say):
         try:
             for _, content in documents_of([(1, read_bytes(file))], 2**30):
                 text = decode(content) if isinstance(content, bytes) else ""
-                tokens, ends = tokenizer.encode_measured(text if text.strip() else "")
-                opening = tokenizer.before or [tokenizer.begin]
-                windows += windows_after(opening, tokens.tolist(), scorer.seq_len, ends + lost)
-                lost = 0 if len(tokens) else lost + len(text.encode())
+                [tokens] = tokenizer.encode_batch([text if text.strip() else ""])
+                windows += windows_after(opening, tokens.tolist(), scorer.seq_len)
+                size += len(text.encode())
         except (OSError, Damage) as error:
             raise UserError(f"--text: cannot read {file}: {error}") from None
     if not windows:
         raise UserError(f"--text: {pattern} has no text")
-    windows[-1] = replace(windows[-1], size=windows[-1].size + lost)
-    return windows
+    mean = size / sum(each.count for each in windows)
+    return [replace(each, size=mean * each.count) for each in windows]
 
 
 def measure_text(
@@ -148,7 +139,7 @@ def measure_text(
     not depend on the tokenizer. `report` is told how many windows were scored.
     """
     nats = -sum(found for found, _ in scorer.score(windows, report))
-    tokens, size = (sum(getattr(each, name) for each in windows) for name in ("count", "size"))
+    tokens, size = sum(each.count for each in windows), round(sum(each.size for each in windows))
     return {
         "tokens": tokens,
         "bytes": size,

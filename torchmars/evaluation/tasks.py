@@ -18,7 +18,7 @@ from torchmars.core.check import meant
 from torchmars.core.device import is_gpu
 from torchmars.core.errors import UserError
 from torchmars.core.places import local_place
-from torchmars.data.hub import distrust_hub, in_a_line
+from torchmars.data.hub import distrust_hub
 from torchmars.evaluation.sampling import Draw, continuations, predict_anew
 from torchmars.evaluation.scoring import Report, Scorer, Tokens, windows_after
 
@@ -140,7 +140,7 @@ def told_in_a_line(problem: str) -> Iterator[None]:
         yield
     except Exception as error:
         ours = isinstance(error, UserError)  # of a hub that misnames files
-        raise error if ours else UserError(f"{problem} ({in_a_line(error)})") from None
+        raise error if ours else UserError(f"{problem} ({type(error).__name__}: {error})") from None
 
 
 class HarnessModel(TemplateLM):

@@ -16,7 +16,7 @@ from torchmars.core.check import parse_json
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, needs_package
 from torchmars.core.files import read_text
-from torchmars.data.hub import distrust_hub, in_a_line
+from torchmars.data.hub import distrust_hub
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.exchange import weights as files
 from torchmars.exchange.families import from_config
@@ -109,8 +109,8 @@ def fetch(name: str) -> tuple[Path, str]:
         raise
     except Exception as error:  # whatever its network, its cache or the hub have raised
         raise UserError(
-            f"{what} cannot be fetched ({in_a_line(error)}): check the name and the network, and "
-            "for a model that asks for consent HF_TOKEN"
+            f"{what} cannot be fetched ({type(error).__name__}: {error}): check the name and the "
+            "network, and for a model that asks for consent HF_TOKEN"
         ) from None
     return folder, f"{HF}{repository}@{folder.name}"
 

@@ -12,7 +12,7 @@ from torchmars.core.device import GPU_TYPE, gpu_memory
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted
 from torchmars.data.mixture import Mixture
-from torchmars.data.shares import shares_from_start
+from torchmars.data.order import shares_from_start
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.models import build_run_model
 from torchmars.optim.matrices.agreement import multiplies_bfloat16

@@ -16,14 +16,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from glob import has_magic
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from torchmars.cluster import process
 from torchmars.core.errors import Unreachable, UserError, missing_package, without_credentials
 from torchmars.core.files import PARTIAL
-from torchmars.core.places import STORES, ObjectPath
+from torchmars.core.places import STORES
 from torchmars.storage.storage import (
     DAMAGED,
     MANIFEST,
@@ -69,23 +68,6 @@ def connect(root: str, pid: int) -> Any:
 def store_of(path: PurePath) -> Any:
     """Return fsspec's file system of the bucket that an object is in. Raises `UserError`."""
     return connect(f"{path.parts[0]}//{path.parts[1]}", os.getpid())
-
-
-def find_objects(pattern: str) -> list[PurePath]:
-    """Return the objects that a pattern or a name has, or all in a folder of the name.
-
-    Raises `Unreachable`.
-    """
-    path = ObjectPath(pattern)
-    with reading(path):
-        files = store_of(path)
-        found = (files.glob if has_magic(pattern) else files.find)(str(path), detail=True)
-    # A wildcard matches folders too, and some stores have an object for one.
-    return [
-        ObjectPath(f"{path.parts[0]}//{name}")
-        for name, about in found.items()
-        if about["type"] == "file" and not name.endswith("/")
-    ]
 
 
 def size_and_time(file: PurePath) -> tuple[int, int]:

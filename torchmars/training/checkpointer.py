@@ -20,7 +20,7 @@ from torchmars.checkpoint.saver import OwnedFolders, Saver
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.core.errors import UserError
 from torchmars.data.mixture import Mixture
-from torchmars.data.shares import Shares, shares_from_start
+from torchmars.data.order import Shares, shares_from_start
 from torchmars.exchange.saved_model import check_init_from, init_from
 from torchmars.models import Model
 from torchmars.optim import MARS

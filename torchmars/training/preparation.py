@@ -44,7 +44,7 @@ def prepare_run(config: ResolvedConfig, ranks: int | Sequence[int], nodes: int) 
     check_place(config.checkpoints, config.run.path)
     # The ranks share the reading of every byte.
     level: Level = "off" if config.data.verify == "off" else "size"
-    data = prepare_data(config, level)
+    data = prepare_data(config)
     data.verify(level)
     optimizer = config.optimizer.settings()
     if optimizer["by_role"] or optimizer["by_pattern"]:  # else it fits every model
@@ -87,11 +87,10 @@ def read_tasks(names: Sequence[str], shots: int | None, limit: int | None) -> "T
     return Tasks(names, shots, limit)
 
 
-def prepare_data(config: ResolvedConfig, level: Level | None = None) -> Mixture:
+def prepare_data(config: ResolvedConfig) -> Mixture:
     """Return the run's corpora, whose shards are made first if there are none.
 
-    `level` says how files of packed windows are checked; by default data.verify does. Raises
-    `UserError` if the shards do not fit the model or the batch.
+    Raises `UserError` if the shards do not fit the model or the batch.
     """
     training = config.training
     if prepared_data(config) is None:
@@ -99,7 +98,7 @@ def prepare_data(config: ResolvedConfig, level: Level | None = None) -> Mixture:
     data = mixture_of(config.data, [prepare_shards(corpus) for corpus in config.data.corpora()])
     model = build_run_model(config, data.vocab_size)
     data.check(model.vocab_rows, training.seq_len, training.global_batch_size)
-    data.pack(training.seq_len, level or config.data.verify)
+    data.pack(training.seq_len)
     return data
 
 
