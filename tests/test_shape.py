@@ -13,7 +13,7 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 51, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 33_840
+IN_ALL = 33_770
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
@@ -22,8 +22,8 @@ OF_ROOMS = {
     "comparison": 1_750,
     "config": 2_540,
     "core": 1_640,
-    "data": 2_960,
-    "evaluation": 550,
+    "data": 2_890,
+    "evaluation": 540,
     "exchange": 2_090,
     "models": 1_906,
     "optim": 5_191,

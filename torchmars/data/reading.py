@@ -33,7 +33,6 @@ from torchmars.data.documents import (
     lines_of,
     too_long,
 )
-from torchmars.data.hub import distrust_hub
 
 PIECES = 2048  # about how many pieces a large corpus has
 LOOKS = 8  # files that are looked at side by side: stores answer late
@@ -276,15 +275,12 @@ def load_dataset(source: DataSource) -> Any:
     """
     with needs_package("datasets", "a source of Hugging Face"):
         import datasets
-    distrust_hub()  # also a local data set may name files of a hub
     name, _, revision = source.dataset.partition("@")
     if os.path.exists(source.dataset):
         name, revision = source.dataset, ""
     options: dict[str, Any] = {"revision": revision or None, "streaming": True}
     try:
         data = datasets.load_dataset(name, source.config or None, split=source.split, **options)
-    except UserError:
-        raise
     except Exception as error:  # whatever its loader, its network or its files have raised
         raise UserError(
             f"data.source: cannot open the data set {source.dataset} ({type(error).__name__}: "
@@ -310,8 +306,6 @@ def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes)
         for number, row in enumerate(data.shard(num_shards=shard.end, index=shard.begin), start=1):
             value = row.get(source.field)
             yield number, value if isinstance(value, (bytes, str)) else None
-    except UserError:
-        raise
     except Exception as error:
         raise UserError(
             f"cannot read shard {shard.begin} of the data set {shard.name} "

@@ -18,7 +18,6 @@ from torchmars.core.check import meant
 from torchmars.core.device import is_gpu
 from torchmars.core.errors import UserError
 from torchmars.core.places import local_place
-from torchmars.data.hub import distrust_hub
 from torchmars.evaluation.sampling import Draw, continuations, predict_anew
 from torchmars.evaluation.scoring import Report, Scorer, Tokens, windows_after
 
@@ -43,7 +42,6 @@ class Tasks:
         self.tasks: dict[str, Any] = {}
         self.groups: dict[str, Any] = {}
         self.requests = 0  # texts that are scored or written each time
-        distrust_hub()
         with lm_evals_own(torch.device("cpu")):
             # To look through the thousands of lm_eval takes seconds.
             own = all(name.endswith(SUFFIXES) for name in names)
@@ -139,8 +137,7 @@ def told_in_a_line(problem: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        ours = isinstance(error, UserError)  # of a hub that misnames files
-        raise error if ours else UserError(f"{problem} ({type(error).__name__}: {error})") from None
+        raise UserError(f"{problem} ({type(error).__name__}: {error})") from None
 
 
 class HarnessModel(TemplateLM):

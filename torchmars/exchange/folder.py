@@ -16,7 +16,6 @@ from torchmars.core.check import parse_json
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, needs_package
 from torchmars.core.files import read_text
-from torchmars.data.hub import distrust_hub
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.exchange import weights as files
 from torchmars.exchange.families import from_config
@@ -98,15 +97,12 @@ def fetch(name: str) -> tuple[Path, str]:
     what = f"there is no folder {name}: the model of the hub"
     with needs_package("huggingface_hub", what):
         from huggingface_hub import snapshot_download
-    distrust_hub()
     repository, _, revision = name.partition("@")
     try:
         # The cache has a folder for each commit.
         folder = Path(
             snapshot_download(repository, revision=revision or None, allow_patterns=FILES)
         )
-    except UserError:  # what the hub answers is not to be trusted
-        raise
     except Exception as error:  # whatever its network, its cache or the hub have raised
         raise UserError(
             f"{what} cannot be fetched ({type(error).__name__}: {error}): check the name and the "
