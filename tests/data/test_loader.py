@@ -5,7 +5,7 @@ import shutil
 import sys
 import threading
 import time
-from functools import lru_cache, partial
+from functools import partial
 from threading import current_thread
 
 import numpy as np
@@ -23,7 +23,7 @@ from torchmars.data.loader import Loader, close_all, validation_batches
 from torchmars.data.mixture import MixedWindows
 from torchmars.data.order import Shares, places_of, shares_from_start, windows_of
 from torchmars.data.tokenizer import ByteTokenizer
-from torchmars.data.windows import Descriptor, Windows, opened
+from torchmars.data.windows import Windows
 
 T = 16
 
@@ -218,25 +218,6 @@ def wait_for(true, seconds=600):
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_open_shards_are_read_on_where_others_take_their_names(copied, windows):
-    there, files = copied
-    before = [there.parts[0][window].tolist() for window in range(len(windows))]
-    for file in files:
-        file.unlink()
-        file.write_bytes(b"")
-    assert [there.parts[0][window].tolist() for window in range(len(windows))] == before
-
-
-def test_only_so_many_shards_stay_open(copied, windows, monkeypatch):
-    few, there = lru_cache(maxsize=2)(opened.__wrapped__), copied[0].parts[0]
-    expected = [windows[n].tolist() for n in range(len(windows))]
-    monkeypatch.setattr("torchmars.data.windows.opened", few)
-    closed = []
-    monkeypatch.setattr(Descriptor, "__del__", lambda self: closed.append(os.close(self.number)))
-    assert [there[n].tolist() for n in range(len(there))] == expected
-    assert len(closed) == len(copied[1]) - 2
 
 
 def test_a_thread_reads_between_the_first_peek_and_the_end(windows):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.order import place_of_sample, window_of_sample
+from tests.support.order import place_of_sample
 from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.data.loader import Loader, validation_batches
@@ -44,17 +44,6 @@ def test_shares_are_those_of_the_weights(weights):
         assert sum(shares.counts(samples)) == samples
         assert max(off_the_weights(shares, samples)) <= len(weights)
     assert max(off_the_weights(shares, SAMPLES)) <= 0.001 * SAMPLES
-
-
-@pytest.mark.parametrize("weights", [[1], [0.5, 0.3, 0.2], [1, 2, 4], [0.9, 0.0, 0.1], [0, 1]])
-def test_each_sample_is_the_next_one_of_its_part(weights):
-    shares = shares_from_start(weights)
-    reached = [0] * len(weights)
-    for sample in range(2000):
-        assert shares.counts(sample) == reached
-        [part], [number] = shares.parts_of(np.array([sample]))
-        assert number == reached[part]
-        reached[part] += 1
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=30)
@@ -129,16 +118,6 @@ def test_the_same_windows_on_every_layout(windows, options):
     expected = windows.batch(places).tolist()
     assert sum(batches, []) == expected
     assert len({tuple(map(tuple, batch)) for batch in batches}) == 8
-
-
-def test_one_corpus_has_the_windows_it_had_before_there_were_mixtures(windows):
-    alone = MixedWindows(windows.parts[:1])
-    steps = len(windows.parts[0]) // 12 + 2
-    expected = [
-        alone.parts[0][window_of_sample(sample, len(alone.parts[0]), 3)].tolist()
-        for sample in range(steps * 12)
-    ]
-    assert sum(global_batches(alone, steps, Shares()), []) == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -19,7 +19,6 @@ from tests.support.full import FULL, full_but
 from torchmars.cluster import scheduler
 from torchmars.commands import prepare as command
 from torchmars.config import DataConfig
-from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
 from torchmars.data.corpus import Sizes
@@ -201,8 +200,7 @@ def block_of(*texts):
     return [TextPart("a.txt", "line", [*enumerate(map(str.encode, texts), 1)])]
 
 
-CONFIG = DataConfig("text:a.txt").resolve()
-ENCODER = Encoder(CONFIG, parse_source(CONFIG.source), 2**20)
+ENCODER = Encoder("text", "text", "bytes", "none", 0.1, 2**20)
 
 
 def test_processes_end_with_the_body_and_one_that_is_killed_is_a_line():

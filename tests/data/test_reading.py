@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.full import full_but
-from torchmars.config import DataConfig
 from torchmars.config.source import parse_source
 from torchmars.data.corpus import Input, Sizes
 from torchmars.data.documents import Damage, Encoder, TextPart, decode
@@ -166,8 +165,7 @@ def test_a_bomb_takes_no_memory(tmp_path, pack):
 
 
 def encoder(kind="jsonl", longest=LONGEST, fraction=0.5):
-    config = DataConfig(f"{kind}:a", validation_fraction=fraction).resolve()
-    return Encoder(config, parse_source(config.source), longest)
+    return Encoder(kind, "text", "bytes", "none", fraction, longest)
 
 
 @pytest.mark.parametrize("kind,line", [("jsonl", b'{"text": "a fox"}\n'), ("text", b"a fox\n")])

@@ -83,21 +83,6 @@ def test_runs_of_row_groups_are_read_as_the_whole_file(tmp_path):
         assert len(parts) > 10 and 0 <= whole.size - sum(part.read for part in parts) < len(runs)
 
 
-def test_shards_of_other_schemas_and_empty_ones(tmp_path):
-    columns = [
-        pyarrow.array(["one"]),
-        pyarrow.array([], pyarrow.string()),
-        pyarrow.array(["two"], pyarrow.large_string()),
-        pyarrow.array(["three"]),
-    ]
-    for number, column in enumerate(columns):
-        write(tmp_path, f"{number}.parquet", column)
-    with pyarrow.parquet.ParquetWriter(tmp_path / "5.parquet", table_of(columns[0]).schema) as file:
-        for text in (["four"], [], ["five"]):
-            file.write_table(table_of(pyarrow.array(text, pyarrow.string())), row_group_size=1)
-    assert prepared(tmp_path) == (["one", "two", "three", "four", "five"], [])
-
-
 MISTAKES = {
     "missing": (lambda folder: write(folder, "b.parquet", field="body"), "no column 'text'.: name"),
     "number": (

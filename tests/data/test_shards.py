@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from tests.support.damage import flip, sealed
-from tests.support.shards import write_shards
 from tests.support.tiny import tiny_config, write_text
 from torchmars.core.errors import UserError
 from torchmars.data import manifest as shards
-from torchmars.data.manifest import SPLITS, read_manifest
+from torchmars.data.manifest import read_manifest
 from torchmars.data.tokenizer import ByteTokenizer
 from torchmars.training.preparation import prepare_data
 
@@ -41,22 +40,6 @@ def test_shards_hold_the_documents_split_whole(prepared, tmp_path):
     validation, train = manifest.splits["validation"], manifest.splits["train"]
     assert 0.03 < validation.tokens / (validation.tokens + train.tokens) < 0.1
     assert prepare_data(config).parts[0].manifest == manifest == read_manifest(folder)
-
-
-def test_many_shards_hold_the_same_stream(prepared, tmp_path):
-    config, folder, manifest = prepared
-    documents = [str(n) * 50 for n in range(100)]
-    one = write_shards(config.data, ByteTokenizer(), iter(documents), tmp_path / "one")
-    many = write_shards(
-        config.data, ByteTokenizer(), iter(documents), tmp_path / "many", shard_tokens=333
-    )
-    assert len(one.splits["train"].shards) == 1 and len(many.splits["train"].shards) > 5
-    for name in SPLITS:
-        assert np.array_equal(
-            tokens_of(tmp_path / "one", one.splits[name]),
-            tokens_of(tmp_path / "many", many.splits[name]),
-        )
-    shards.check_shards(many, tmp_path / "many")
 
 
 def test_a_single_document_is_cut_near_its_end(tmp_path):
@@ -133,13 +116,6 @@ def test_a_manifest_that_does_not_fit_is_refused(prepared, change, message):
 def test_data_that_does_not_fit_the_run_is_refused(prepared, tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         prepare_data(tiny_config(tmp_path, **overrides))
-
-
-def test_a_wrong_model_is_refused_before_data_are_tokenised(tmp_path):
-    write_text(tmp_path)
-    with pytest.raises(UserError, match='model.size = "tiny" is no size of model.name = "gpt2"'):
-        prepare_data(tiny_config(tmp_path, model={"size": "tiny"}))
-    assert not (tmp_path / "shards").exists()
 
 
 def test_text_that_cannot_be_read_is_named(tmp_path):

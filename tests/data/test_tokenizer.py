@@ -1,9 +1,7 @@
 """Tokens of known texts, and round trips."""
 
 import json
-import re
 import shutil
-import sys
 
 import pytest
 import tiktoken
@@ -12,9 +10,6 @@ import tokenizers
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config, write_text
 from tests.support.tokenizers import llama_2, tokenizer_file
-from torchmars.begin import install_command
-from torchmars.config import DataConfig
-from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
 from torchmars.data.documents import Encoder, TextPart
@@ -219,8 +214,7 @@ TOO_LONG = ["x" + " " * 1_200_000 + "y", "\n" * 1_200_000 + "y <|endoftext|>"]
 
 def encoded(name, texts, damaged=0):
     """The tokens of documents, in which so many are damaged, as a preparation makes them."""
-    config = DataConfig("parquet:a", tokenizer=name, validation_fraction=1e-12).resolve()
-    encoder = Encoder(config, parse_source(config.source), Sizes().document)
+    encoder = Encoder("parquet", "text", name, "none", 1e-12, Sizes().document)
     done = encoder.encode([TextPart("a.parquet", "row", [*enumerate(texts, 1)])])
     assert len(done.damaged) == damaged and not len(done.tokens["validation"])
     return done.tokens["train"].tolist(), [each.reason for each in done.damaged]
@@ -242,14 +236,6 @@ def test_nasty_documents_have_tiktokens_tokens_or_are_damaged(tmp_path, monkeypa
     assert all("gpt2 cannot encode a text" in reasons[number] for number in (0, 4))
 
 
-def test_nasty_documents_as_bytes():
-    tokens, _ = encoded("bytes", [*NASTY, *HALVES, *TOO_LONG], damaged=3)
-    expected = joined(str.encode, 256)
-    for text in TOO_LONG:
-        expected += [*text.encode(), 256]
-    assert tokens == expected
-
-
 def test_a_document_that_a_file_of_hugging_face_gives_up_on_is_left_out(tmp_path):
     file = tokenizer_file(tmp_path)
     damaged(file, pre_tokenizer=GIVES_UP | {"invert": False})
@@ -263,13 +249,6 @@ def test_a_document_that_a_file_of_hugging_face_gives_up_on_is_left_out(tmp_path
 def test_half_of_a_surrogate_pair_in_a_prompt_is_one_line():
     with pytest.raises(UserError, match="bytes cannot encode a text .*surrogates not allowed"):
         load_tokenizer("bytes").encode_batch(["a\ud800"])
-
-
-def test_without_the_package_the_line_says_what_to_install(tmp_path, monkeypatch):
-    file = tokenizer_file(tmp_path)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=re.escape(install_command("data"))):
-        load_tokenizer(str(file)).vocab_size  # noqa: B018
 
 
 def test_another_encoding_of_tiktoken_by_its_name(tmp_path, monkeypatch):

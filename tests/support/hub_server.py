@@ -1,4 +1,4 @@
-"""A hub of Hugging Face on this machine: folders of models and data sets, served as it serves."""
+"""A hub of Hugging Face on this machine: folders of models, served as it serves."""
 
 import contextlib
 import hashlib
@@ -12,10 +12,7 @@ from typing import Any
 
 
 class Hub:
-    """The models of a hub by name, each a folder, and what was asked for.
-
-    A data set is one of the name datasets/NAME.
-    """
+    """The models of a hub by name, each a folder, and what was asked for."""
 
     def __init__(self) -> None:
         self.models: dict[str, Path] = {}
@@ -34,12 +31,6 @@ class Hub:
 
     def find(self, path: str) -> tuple[int, dict[str, str], Any]:
         """Return the status, the headers and the content for a path: bytes, or of JSON."""
-        if found := re.fullmatch(r"/api/(.+)/tree/([^/]+)(/[^?]*)?\?.*", path):
-            files = [
-                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": etag(path)}
-                for path in self.models[found[1]].iterdir()
-            ]
-            return 200, {}, files
         if found := re.fullmatch(r"/api/([^?]+?)(?:/revision/([^/?]+))?(?:\?.*)?", path):
             name, revision = found[1], found[2] or "main"
             if name not in self.models:
@@ -48,7 +39,7 @@ class Hub:
             if revision not in ("main", commit):
                 return 404, {"X-Error-Code": "RevisionNotFound"}, b""
             files = [{"rfilename": path.name} for path in self.models[name].iterdir()]
-            return 200, {}, {"id": name.removeprefix("datasets/"), "sha": commit, "siblings": files}
+            return 200, {}, {"id": name, "sha": commit, "siblings": files}
         if found := re.fullmatch(r"/(.+)/resolve/([^/]+)/([^/]+)", path):
             name, revision, file = found.groups()
             headers = {"X-Repo-Commit": self.commit(name) if revision == "main" else revision}

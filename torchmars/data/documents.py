@@ -12,8 +12,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from torchmars.config import ResolvedData
-from torchmars.config.source import DataSource
 from torchmars.data.tokenizer import Unencodable, load_tokenizer, smallest_dtype
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
@@ -72,15 +70,18 @@ class Encoded:
 class Encoder:
     """Parses, splits and tokenises blocks of a corpus."""
 
-    config: ResolvedData
-    source: DataSource
-    """Its source: a process does not know the kinds of plugins."""
+    kind: str
+    """Kind of the source."""
+    field: str
+    tokenizer: str
+    begin_token: str
+    validation_fraction: float
     longest: int
     """Bytes of the longest document."""
 
     def encode(self, block: list[TextPart]) -> Encoded:
         """Return the tokens of a block. Raises `UserError` if the tokenizer cannot be had."""
-        tokenizer = loaded(self.config.tokenizer, self.config.begin_token)
+        tokenizer = loaded(self.tokenizer, self.begin_token)
         dtype = smallest_dtype(tokenizer.vocab_size)
         begin, end = np.array(tokenizer.before, dtype), np.array([tokenizer.end_of_text], dtype)
         tokens = {split: [np.empty(0, dtype)] for split in ("train", "validation")}
@@ -108,20 +109,20 @@ class Encoder:
         """Return the split that a document belongs to, by a hash that its copies share."""
         digest = hashlib.blake2b(content, digest_size=8, key=bytes(8)).digest()
         share = int.from_bytes(digest, "little") / 2**64
-        return "validation" if share < self.config.validation_fraction else "train"
+        return "validation" if share < self.validation_fraction else "train"
 
     def read(self, record: Record) -> str:
         """Return the text of a record. Raises `Damage`."""
         if isinstance(record, Damage):
             raise record
         if record is None:
-            raise Damage(f"it has no text in its field {self.source.field!r}")
+            raise Damage(f"it has no text in its field {self.field!r}")
         if len(record) > self.longest:
             raise Damage(f"it is longer than {self.longest:,} bytes")
         text = decode(record) if isinstance(record, bytes) else record
-        if self.source.kind == "jsonl":
-            return field_of(text, self.source.field)
-        if self.source.kind in ("stdlib", "text") and "\r" in text:
+        if self.kind == "jsonl":
+            return field_of(text, self.field)
+        if self.kind in ("stdlib", "text") and "\r" in text:
             return text.replace("\r\n", "\n").replace("\r", "\n")
         return text
 

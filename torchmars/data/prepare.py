@@ -188,7 +188,9 @@ def make_pieces(
     damaged = [each for part in parts if part for each in part.damaged]
     mine = [number for number in mine if not parts[number]]
     source = parse_source(config.source)
-    encoder = Encoder(config, source, sizes.document)
+    named = config.tokenizer, config.begin_token
+    fraction = config.validation_fraction
+    encoder = Encoder(source.kind, source.field, *named, fraction, sizes.document)
     dtype = smallest_dtype(load_tokenizer(config.tokenizer).vocab_size)
     total = sum(each.size for number in mine for each in pieces[number])
     processes = config.processes or own_cores()
