@@ -31,6 +31,12 @@ class Hub:
 
     def find(self, path: str) -> tuple[int, dict[str, str], Any]:
         """Return the status, the headers and the content for a path: bytes, or of JSON."""
+        if found := re.fullmatch(r"/api/(.+)/tree/([^/]+)(/[^?]*)?\?.*", path):
+            files = [
+                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": etag(path)}
+                for path in self.models[found[1]].iterdir()
+            ]
+            return 200, {}, files
         if found := re.fullmatch(r"/api/([^?]+?)(?:/revision/([^/?]+))?(?:\?.*)?", path):
             name, revision = found[1], found[2] or "main"
             if name not in self.models:

@@ -104,8 +104,9 @@ def fetch(name: str) -> tuple[Path, str]:
             snapshot_download(repository, revision=revision or None, allow_patterns=FILES)
         )
     except Exception as error:  # whatever its network, its cache or the hub have raised
+        first = str(error).partition("\n")[0]
         raise UserError(
-            f"{what} cannot be fetched ({type(error).__name__}: {error}): check the name and the "
+            f"{what} cannot be fetched ({type(error).__name__}: {first}): check the name and the "
             "network, and for a model that asks for consent HF_TOKEN"
         ) from None
     return folder, f"{HF}{repository}@{folder.name}"
