@@ -1,11 +1,11 @@
 """Mistakes of `torchmars compare`: each is one line, before any trial is started."""
 
-import importlib.util
 import shutil
 
 import pytest
 
 from tests.comparison.conftest import config, run  # noqa: F401, fixtures
+from torchmars import begin
 from torchmars.begin import install_command
 from torchmars.comparison import local
 
@@ -38,7 +38,7 @@ def test_mistakes_are_one_line(refused, tmp_path):
         (["--lr-grid", ""], "--lr-grid: there is nothing between two commas"),
         (["--lr-grid", "1e-3,fast"], "--lr-grid must be a number, got 'fast'"),
         (["--lr-grid", "-1"], "optimizer.lr must be more than 0"),
-        ([*GRID, "--betas-grid", "0.9"], "--betas-grid must have at least 2 items"),
+        ([*GRID, "--betas-grid", "0.9"], "--betas-grid must be 2 values, got [0.9]"),
         ([*GRID, "--optimizers", "adamw,sgd"], "--optimizers: there is no 'sgd'"),
         ([*GRID, "--optimizers", "mine.toml"], "mine.toml has training beside [optimizer]"),
         ([*GRID, "--optimizers", "adamw,adamw.toml"], "two are called adamw"),
@@ -57,11 +57,9 @@ def test_mistakes_are_one_line(refused, tmp_path):
 
 
 def test_what_is_not_installed_is_named(refused, monkeypatch):
-    find = importlib.util.find_spec
+    find = begin.find_spec
     with monkeypatch.context() as patch:
-        patch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == "scipy" else find(name)
-        )
+        patch.setattr(begin, "find_spec", lambda name: None if name == "scipy" else find(name))
         assert f"scipy: {install_command('compare')}" in refused(*GRID)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "--slurm: there is no sbatch here" in refused(*GRID, "--slurm")

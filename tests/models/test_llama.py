@@ -122,7 +122,7 @@ def test_fields_take_the_place_of_the_named_size():
     [
         (
             {"size": "7b"},
-            '"7b" is no size of model.name = "llama": did you mean qwen3-1.7b? it has nano, ',
+            '"7b" is no size of model.name = "llama": did you mean qwen3-1.7b? It has nano, ',
         ),
         (
             {"name": "gpt2", "size": "8b"},

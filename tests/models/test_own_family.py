@@ -39,12 +39,12 @@ def train(file, name, *options, ranks):
     return metrics({"run": {"name": name, "folder": str(file.parent / "runs")}})
 
 
-@pytest.mark.parametrize("size,remedy", [("nano", ""), ("tinny", "did you mean tiny? ")])
+@pytest.mark.parametrize("size,remedy", [("nano", "it"), ("tinny", "did you mean tiny? It")])
 def test_sizes_of_others_do_not_send_its_author_away(file, size, remedy):
     """`nano` is one of GPT-2 and of Llama."""
     words = [str(file), "--plugins", "own_family", "--model.size", size, "--world-size", "1"]
     code, _, err = run_command("plan", words, file.parent)
-    said = f'model.size = "{size}" is no size of model.name = "plain": {remedy}it has tiny'
+    said = f'model.size = "{size}" is no size of model.name = "plain": {remedy} has tiny'
     assert code == 2 and err == f"error: {said}\n"
 
 

@@ -175,7 +175,9 @@ def family_settings(name: str) -> type[ModelArgs]:
         KeyOf(MODELS).check(name)
     except ValueError as error:
         raise UserError(f"model.name {error}") from None
-    found: Any = imported(OWN[name]) if name in OWN else getattr(MODELS[name], "settings", None)
+    # The classes of our models bring torch, which their settings do not.
+    own = name in OWN
+    found: Any = imported(OWN[name]) if own else getattr(model_class(name), "settings", None)
     good = isinstance(found, type) and issubclass(found, ModelArgs) and getattr(found, "sizes", {})
     require(
         bool(good),

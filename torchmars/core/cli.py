@@ -26,7 +26,7 @@ from torchmars.core.check import (
     table_in,
 )
 from torchmars.core.errors import Ended, UserError, file_errors
-from torchmars.core.files import write_durably
+from torchmars.core.files import path_problem, write_durably
 
 T = TypeVar("T")
 Sections = Mapping[str, type]  # of settings, by name
@@ -369,6 +369,15 @@ def words(text: str, option: str) -> list[str]:
             f"{option}: there is nothing between two commas, or nothing at all: {text!r}"
         )
     return found
+
+
+def check_results_file(file: Path | None) -> None:
+    """Raise `UserError` if the file of `--json` cannot be written, before the work begins."""
+    wrong = path_problem(file, "file") if file else ""
+    if file and not file.absolute().parent.is_dir():
+        wrong = "its folder does not exist"
+    if wrong:
+        raise UserError(f"--json: cannot write {file}: {wrong}")
 
 
 def write_results(file: Path, found: dict[str, Any]) -> None:

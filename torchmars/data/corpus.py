@@ -133,9 +133,13 @@ def named_files(path: PurePath) -> tuple[list[PurePath], bool]:
                 found = files.glob(name, detail=True)
             except ValueError as error:
                 raise UserError(f"{name!r} is no glob: {error}") from None
-    # Some stores have an object for a folder.
-    folders = {each for each in found if each.endswith("/") or not bucket and os.path.isdir(each)}
-    names = [each for each in found if found[each]["type"] != "directory" and each not in folders]
+    # Some stores have an object for a folder. Of a disk, a link leads to a file or to nothing.
+    names = [
+        each
+        for each, its in found.items()
+        if its["type"] != "directory" and not each.endswith("/")
+        if bucket or os.path.isfile(each) or not os.path.exists(each)
+    ]
     return sorted(type(path)(f"{bucket}{each}") for each in names), is_folder
 
 
