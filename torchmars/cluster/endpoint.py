@@ -92,8 +92,8 @@ def address_of(host: str, name: str) -> str:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise UserError(
-            f"{name}: {process.node()} does not know {host} ({error.strerror}): name one of the "
-            "machines, the first one where they have numbers"
+            f"{name}: {process.node()} finds no address of {host} ({error.strerror}): set "
+            "RDZV_ENDPOINT to an address of one machine, the first one where they have numbers"
         ) from None
 
 

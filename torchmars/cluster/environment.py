@@ -18,7 +18,7 @@ from torchmars.cluster.scheduler import (
     number_of,
 )
 from torchmars.cluster.sizes import MinMax, read_bounds
-from torchmars.core.check import Range, make, read_words, whole_number
+from torchmars.core.check import Range, make, whole_number
 from torchmars.core.errors import UserError
 from torchmars.core.files import check_writable, own_cores
 
@@ -186,7 +186,10 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
         return read_bounds(value, source)
     if name in ("RDZV_ENDPOINT", "RDZV_TOKEN"):  # of any bytes, and no error repeats a token
         return value
-    return read_words([value], hint, source)
+    numbers = [whole_number(each) for each in value.split(",")]
+    if name == "LOG_RANK" and not all(isinstance(each, int) for each in numbers):
+        raise UserError(f"{source} must be whole numbers with commas between, got {value!r}")
+    return make(hint, numbers if name == "LOG_RANK" else whole_number(value), name=source)
 
 
 def split_endpoint(endpoint: str, source: str = "RDZV_ENDPOINT") -> tuple[str, int]:

@@ -46,7 +46,7 @@ MARGIN_SECONDS = 2.0  # before a machine's time to come is over, it can still fo
 LEAVE_SECONDS = 2.0  # for others that are sent the same signal as one which leaves
 BACK_SECONDS = 600.0  # that a machine which beats may take to end its round, and to come back
 END_SECONDS = 5.0  # that the store may take at the end, and the others where they meet here
-WITHOUT_PLACE = "the run has no place for this machine now: it takes that of a lost one, or joins"
+WITHOUT_PLACE = "until it joins after a step, or takes the place of a machine that is lost"
 
 
 class Machines(RendezvousHandler):
@@ -268,6 +268,7 @@ class Machines(RendezvousHandler):
             time.sleep(0.05)
             doc = self.look() or doc
             if time.monotonic() > patience:  # the launchers of the rest may hang
+                say(f"warning: no end of other machines in {BACK_SECONDS:g} s", error=True)
                 doc = self.change_round(lambda doc: doc.finish(doc.members, code))
         if code is None:
             return doc.round == self.round + 1 and self.me not in doc.all()

@@ -156,7 +156,7 @@ def make_grid(options: TrialOptions) -> Grid:
             kind: Any = tuple[float, float] if name == "betas" else list[float]
             given = [word.split(":") for word in words(text, option)]
             read = [make(kind, read_words(each, kind, option), name=option) for each in given]
-            values: list[Value] = [each if name == "betas" else each[0] for each in read]
+            values: list[Value] = [[*each] if name == "betas" else each[0] for each in read]
             grid[name] = sorted({str(value): value for value in values}.values(), key=numbers_of)
     if options.widen and len(grid["lr"]) < 2:
         raise UserError("--widen needs two learning rates or more, to know by which ratio")

@@ -13,7 +13,9 @@ from torchmars.config.load import (
     NamedTables,
     config_from_tables,
     flattened,
+    has,
     load_sources,
+    merge,
     source_of,
     validate,
     without_none,
@@ -54,11 +56,13 @@ def values_with_sources(
 ) -> Iterator[tuple[str, str]]:
     """Yield each value as TOML, and where it is from."""
     defaults: dict[str, Any] = {}
+    merged = merge(sources)  # without what a later table has dropped
     for section, values in vars(config).items():
         defaults |= flattened(asdict(type(values)()), f"{section}.")
     for name, value in set_values(config).items():
         from_default = "default" if defaults.get(name) == value else "follows from others"
-        yield f"{name} = {toml(value)}", f"# {source_of(sources, name) or from_default}"
+        source = source_of(sources, name) if has(merged, name) else ""
+        yield f"{name} = {toml(value)}", f"# {source or from_default}"
 
 
 def other_values(run: Path, config: ResolvedConfig) -> Iterator[tuple[str, str]]:

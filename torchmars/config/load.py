@@ -167,7 +167,7 @@ def read_toml(path: Path) -> Tables:
     except OSError as error:
         near = nearest_config(path) if isinstance(error, FileNotFoundError) else ""
         named = os.environ.get("CONFIG_FILE", "")
-        verb = "set CONFIG_FILE to" if str(path) in (named, *named.split()) else "name"
+        verb = "set CONFIG_FILE to" if path in map(Path, (named, *named.split())) else "name"
         remedy = f"{verb} a TOML file, or a preset (torchmars presets)"
         if near:
             remedy = f"did you mean {near}?"
@@ -241,10 +241,10 @@ def without_other_rule(base: Tables, later: Tables) -> Tables:
 
 def load_named_plugins(sources: Sequence[NamedTables]) -> None:
     """Load the plugins that tables name, of two lists those of the later. Raises `UserError`."""
-    named = [(source, tables["run"]) for source, tables in sources if has(tables, "run.plugins")]
+    runs = [(source, tables.get("run")) for source, tables in sources]
+    named = [(source, run) for source, run in runs if isinstance(run, dict) and "plugins" in run]
     for source, run in named[-1:]:
-        plugins = run.get("plugins") if isinstance(run, dict) else run
-        load_plugins(make(list[str], plugins, source, "run.plugins"))
+        load_plugins(make(list[str], run["plugins"], source, "run.plugins"))
 
 
 def sections_for(args: Sequence[str], sources: Sequence[NamedTables]) -> dict[str, type]:
@@ -304,6 +304,9 @@ def config_from_sources(sources: Sequence[NamedTables]) -> ResolvedConfig:
     tables, where = merge(sources), partial(source_of, sources)
     with located(sources):
         sections = chosen_sections(tables)
+        for name in tables.keys() - sections.keys():
+            if "." in name or not name:
+                raise UserError(f"unknown section {name!r} ({where(name)}): write [SECTION] above")
         check_names(flattened(tables), where, sections)
         made = {
             name: make(kind, tables[name], where, name) if name in tables else kind()

@@ -87,7 +87,7 @@ def compile_problem(config: Config, tp: int) -> str | None:
     if config.activation_checkpoint.mode == "full" and tp > 1:
         return (
             'activation_checkpoint.mode = "full" does not go with training.compile and '
-            f'parallelism.tp = {tp}: choose "selective"'
+            f'parallelism.tp = {tp}: choose "selective", or training.compile = false'
         )
     return None
 

@@ -298,7 +298,10 @@ def read_word(word: str, hint: Any, name: str, where: str) -> Any:
         raise UserError(f"{name} must be Unicode text, got {word!r}")
     kind = bare_type(hint)
     if kind in (pathlib.Path, pathlib.PurePath):
-        return place(word, name, stores=kind is pathlib.PurePath)
+        found = place(word, name, stores=kind is pathlib.PurePath)
+        if max(len(part.encode()) for part in (*found.parts, "")) > 255 or len(word) > 4000:
+            raise UserError(f"{name}: {word:.80}... is longer than a path can be")
+        return found
     kinds = typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,)
     if bool in kinds:
         if word.lower() in ("true", "false"):
@@ -306,7 +309,7 @@ def read_word(word: str, hint: Any, name: str, where: str) -> Any:
         if len(kinds) == 1:
             return make(kind, word, where, name)  # pydantic would take yes, and 1
         hint = next(each for each in kinds if each is not bool)
-    if int in kinds and re.fullmatch(r"[+-]?[\d.]+e\+?\d{1,2}", word, re.IGNORECASE):
+    if int in kinds and re.fullmatch(r"[+-]?\d+\.?\d*e\+?\d{1,2}", word, re.I):
         word = str(int(float(word))) if float(word).is_integer() else word
     try:
         return adapter(hint).validate_strings(word)

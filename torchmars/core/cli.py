@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import re
 import shlex
 import textwrap
 import typing
@@ -144,7 +145,7 @@ def parse_all(
     options = own | settings_in(sections)
     words = words_in(args, options, sections)
     if "--help" in words:
-        print_help(kind, prog, sections, "".join(words["--help"]), about)
+        print_help(kind, prog, sections, "".join(words["--help"]) if sections else "", about)
         raise Ended(0)
     for each in own.values():
         if each.required and each.name not in words:
@@ -195,12 +196,17 @@ def words_in(
     return words
 
 
+def is_option(arg: str) -> bool:
+    """Return whether an argument names an option; a value may begin with -- too."""
+    return arg.startswith("--") and not re.search(r"\s", arg.partition("=")[0])
+
+
 def prepared(arg: str) -> str:
     """Return an argument as the parser wants it: - is _ in settings, and - in options."""
     name, equals, value = arg.partition("=")
     if arg == "-h":
         return "--help"
-    if not name.startswith("--"):
+    if not is_option(arg):
         return VALUE + arg if arg.startswith("-") else arg
     old, new = ("-", "_") if "." in name else ("_", "-")
     return f"--{name[2:].replace(old, new)}{equals}{value}"
@@ -248,7 +254,7 @@ def grouped(args: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return each option of a command line, as it is written, with the words after it."""
     found: list[tuple[str, list[str]]] = []
     for arg in args:
-        if arg.startswith("--"):
+        if is_option(arg):
             name, equals, value = arg.partition("=")
             found.append((name, [value] if equals else []))
         elif found:

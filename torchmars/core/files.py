@@ -180,12 +180,12 @@ def lock(file: Path, doing: str, patience: float | None = None, over: bool = Fal
     Or until it closes the descriptor that is returned; None if there are no locks.
 
     It waits `patience` seconds, by default `PATIENCE`, for one that is about to end. Raises
-    `UserError` if that one does not, and for a link. Where it is known to be `over`, though its
-    machine stands still and keeps the lock, a file that this process has locked takes the place of
-    its own. The file names the process that has the lock.
+    `UserError` if that one does not, and for what is no file. Where it is known to be `over`,
+    though its machine stands still and keeps the lock, a file that this process has locked takes
+    the place of its own. The file names the process that has the lock.
     """
     foreign = UserError(f"{file} is no lock, and is left as it is: move it away")
-    if os.path.islink(file):
+    if os.path.islink(file) or os.path.exists(file) and not os.path.isfile(file):
         raise foreign
     # The folder may not be writable, which is reported later; the file system may have no locks.
     with contextlib.suppress(OSError):
@@ -229,7 +229,7 @@ def _take(descriptor: int) -> bool:
     try:
         # Not flock: a rank's helper processes would keep that lock.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):  # which one POSIX leaves to the system
         return False
     os.ftruncate(descriptor, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -248,11 +248,12 @@ def is_locked(file: Path, local: bool = False) -> bool | None:
     try:
         with open_file(file) as stream:
             owner = stream.read(1000).decode(errors="replace")
-            fcntl.lockf(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try:
+                fcntl.lockf(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                return True
     except FileNotFoundError:
         return False
-    except BlockingIOError:
-        return True
     except OSError:
         return None
     return False if local or f" on {os.uname().nodename}, since " in owner else None

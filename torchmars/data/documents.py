@@ -134,10 +134,10 @@ def decode(content: bytes) -> str:
     except UnicodeDecodeError as error:
         wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
         name = "UTF-16" if wide else "LATIN1"
-        raise Damage(
-            f"it is not UTF-8 (byte {error.start} of it): if it is {name}, convert it by iconv "
-            f"-f {name} -t UTF-8"
-        ) from None
+        remedy = f"if it is {name}, convert it by iconv -f {name} -t UTF-8"
+        if "unexpected end" in error.reason and not wide:
+            remedy = "its last letter is cut: cut texts at the ends of lines"
+        raise Damage(f"it is not UTF-8 (byte {error.start} of it): {remedy}") from None
 
 
 def field_of(line: str, name: str) -> str:

@@ -90,7 +90,7 @@ def check_memory(config: Config, degrees: Degrees) -> None:
     parallelism = config.parallelism
     require(
         config.training.float8.recipe == "none" or degrees.tp == 1,
-        f"training.float8 does not go with parallelism.tp = {degrees.tp}: choose another axis",
+        f"training.float8 does not go with parallelism.tp = {degrees.tp}: set parallelism.tp = 1",
     )
     if config.training.compile:
         problem = compile_problem(config, degrees.tp)

@@ -181,7 +181,10 @@ class Checkpointer:
         config, world = self.config, self.layout.world
         if manifest.world_size != world.size:
             changes.append(f"ranks {manifest.world_size} -> {world.size}")
-        before = ParallelismConfig(**manifest.config["parallelism"]).degrees(manifest.world_size)
+        # Another commit may have had other settings.
+        saved, known = manifest.config.get("parallelism", {}), vars(config.parallelism)
+        layout = ParallelismConfig(**{name: saved[name] for name in saved.keys() & known.keys()})
+        before = layout.degrees(manifest.world_size)
         changes += before.changes(config.parallelism.degrees(world.size))
         if len(manifest.shares.weights) != len(self.data.parts):
             raise DamagedCheckpoint(f"{folder} has the shares of other parts than its data has")
