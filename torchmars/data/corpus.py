@@ -86,7 +86,6 @@ def matching_files(
     `UserError`, which names the `option`, for none.
     """
     path = place(os.path.expanduser(pattern), option, pattern=True)
-    path = path.absolute() if isinstance(path, Path) else path
     wild = (number for number, part in enumerate(path.parts) if glob.has_magic(part))
     begin, ends = next(wild, len(path.parts)), KINDS[kind].suffixes
 
@@ -122,6 +121,8 @@ def named_files(path: PurePath) -> tuple[list[PurePath], bool]:
     Links to folders are not followed. Raises `UserError`.
     """
     name, bucket = str(path), "" if isinstance(path, Path) else f"{path.parts[0]}//"
+    here = glob.escape(os.getcwd())  # fsspec joins it to a pattern, and tells absolute names
+    as_named = str if bucket or path.is_absolute() else os.path.relpath
     with reading(path) if bucket else contextlib.nullcontext():
         files = store_of(path) if bucket else LocalFileSystem()
         if is_folder := files.isdir(name):
@@ -130,7 +131,7 @@ def named_files(path: PurePath) -> tuple[list[PurePath], bool]:
             found = {name.removeprefix(bucket): {"type": "file"}}
         else:
             try:
-                found = files.glob(name, detail=True)
+                found = files.glob(name if bucket else os.path.join(here, name), detail=True)
             except ValueError as error:
                 raise UserError(f"{name!r} is no glob: {error}") from None
     # Some stores have an object for a folder. Of a disk, a link leads to a file or to nothing.
@@ -140,7 +141,7 @@ def named_files(path: PurePath) -> tuple[list[PurePath], bool]:
         if its["type"] != "directory" and not each.endswith("/")
         if bucket or os.path.isfile(each) or not os.path.exists(each)
     ]
-    return sorted(type(path)(f"{bucket}{each}") for each in names), is_folder
+    return sorted(type(path)(f"{bucket}{as_named(each)}") for each in names), is_folder
 
 
 def open_place(name: str) -> Any:

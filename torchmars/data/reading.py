@@ -187,20 +187,55 @@ def unpacked(stream: Any, name: str) -> Any:
 
     Its first bytes tell, not its name. Raises `LostFile`, and what its library raises of damage.
     """
-    for _ in range(DEEPEST):
+    for _ in range(DEEPEST + 1):
         start = stream.peek(100)
         if start.startswith(LFS):
             raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")
         if not (found := MAGIC.match(start)):
-            break
+            return stream
         if found.lastgroup == "zstd":
             with needs_package("pyarrow", f"reading {name}"):
                 import pyarrow
             # Unlike the package zstandard it tells of a frame that is cut short.
             stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"), CHUNK)
+        elif found.lastgroup == "gzip":
+            stream = gzip.open(stream)
         else:
-            stream = {"gzip": gzip, "xz": lzma, "bz2": bz2}[str(found.lastgroup)].open(stream)
-    return stream
+            begin = {"xz": lzma.LZMADecompressor, "bz2": bz2.BZ2Decompressor}[str(found.lastgroup)]
+            stream = io.BufferedReader(Streams(stream, begin), CHUNK)
+    raise LostFile(f"it is packed more than {DEEPEST} times")
+
+
+class Streams(io.RawIOBase):
+    """What streams of xz or bzip2 hold. Python's own readers end at what follows one, silently."""
+
+    def __init__(self, stream: Any, begin: Callable[[], Any]) -> None:
+        self.stream, self.begin, self.left = stream, begin, b""
+        self.one: Any = None
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes, or none at the end. Raises `EOFError`, `OSError` and `LZMAError`."""
+        while True:
+            data = b""
+            if self.one is None or self.one.needs_input:
+                data, self.left = self.left or self.stream.read(CHUNK), b""
+                if not data and self.one:
+                    raise EOFError("it is cut short")
+                if not data:
+                    return 0
+                if self.one is None and not (data := data.lstrip(b"\0")):  # padding
+                    continue
+            self.one = self.one or self.begin()
+            found = self.one.decompress(data, len(buffer))
+            if self.one.eof:
+                self.left, self.one = self.one.unused_data, None
+            if found:
+                buffer[: len(found)] = found
+                return len(found)
 
 
 def open_table(stream: Any, name: str) -> Any:

@@ -47,6 +47,7 @@ from torchmars.models.documents import begins
 
 # The order of windows follows from it, so whatever changes them makes another method.
 METHOD = "best_fit"
+REMOVE = "remove it and start the run again"
 NUMBER = np.dtype("<i8")
 CHUNK = 2**24  # tokens that are searched for documents at once
 Span = tuple[int, int]  # the first of some inputs in a shard, and how many there are
@@ -133,8 +134,7 @@ class PackedWindows(Windows):
     def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
         super().__init__(folder, split, dtype, seq_len)
         self.packings = [
-            ReadFile(packing_file(folder, shard, seq_len), "remove it and start the run again")
-            for shard in split.shards
+            ReadFile(packing_file(folder, shard, seq_len), REMOVE) for shard in split.shards
         ]
         counts = (count_windows(shard.tokens, seq_len) for shard in split.shards)
         self.firsts = list(accumulate(counts, initial=0))
@@ -147,7 +147,12 @@ class PackedWindows(Windows):
         shard = bisect_right(self.firsts, window) - 1
         first, last = self.firsts[shard : shard + 2]
         begin, end = self._numbers(shard, window - first, 2)
-        numbers = self._numbers(shard, last - first + 1 + 2 * begin, 2 * (end - begin))
+        good, numbers = 0 <= begin < end <= begin + self.seq_len, []
+        if good:
+            numbers = self._numbers(shard, last - first + 1 + 2 * begin, 2 * (end - begin))
+            good = min(numbers) >= 0 and sum(numbers[1::2]) == self.seq_len
+        if not good:
+            raise UserError(f"{self.packings[shard].path} is damaged: {REMOVE}")
         spans = [(start, start + size) for start, size in zip(numbers[::2], numbers[1::2])]
         spans[-1] = spans[-1][0], spans[-1][1] + 1  # the last target
         return self.read(shard, *spans)

@@ -97,6 +97,9 @@ def as_its_class_has_it(name: str, kind: ModelKind, given: Mapping[str, Any]) ->
     pairs = [pair for pair in cls.attribute_map.items() if read & {*pair}]  # two names of one key
     read |= {key for pair in pairs for key in pair}
     values = {key: given[key] for key in read & given.keys()}
+    for one, other in [*pairs, *((other, one) for one, other in pairs)]:
+        if values.get(one) is not None and values.get(other, 0) is None:
+            del values[other]  # null under one name says nothing beside the other
     for one, other in pairs:
         if {one, other} <= values.keys() and values[one] != values[other]:
             raise UserError(
