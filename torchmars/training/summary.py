@@ -98,14 +98,15 @@ def base_line(config: ResolvedConfig, model: Model) -> str:
 
 def data_lines(training: TrainingConfig, data: Mixture, state: "RunState") -> list[str]:
     """Return how much of its data the run reads, from its `state` on: a line for each part."""
-    lines, left = [], max(0, training.steps - state.step)
-    samples = state.shares.counts(state.position + left * training.global_batch_size)
+    steps = max(training.steps, state.step)
+    position = state.position + (steps - state.step) * training.global_batch_size
+    lines, samples = [], state.shares.counts(position)
     for part, count in zip(data.parts, samples):
         available, read = part.manifest.splits["train"].tokens, count * training.seq_len
         weight = f" (weight {part.weight:g})" if data.names else ""
         lines.append(
             f"{part.folder}{weight}: {available:,} tokens ({part.manifest.tokenizer}); "
-            f"{counted(training.steps, 'step')} read{'s' * (training.steps == 1)} {read:,} "
+            f"{counted(steps, 'step')} read{'s' * (steps == 1)} {read:,} "
             f"({read / available:.2f} epochs)"
         )
     return lines
@@ -127,7 +128,7 @@ def continuation(config: ResolvedConfig, resumed: "Resumed") -> list[str]:
         )
         return lines + labelled("stopped", stop)
     folder, more = step_folder(config.checkpoints, step), step + training.steps
-    all_done = f"all {training.steps} steps are done: {folder}"
+    all_done = f"all {step} steps are done: {folder}"
     return lines + labelled("complete", f"{all_done}. To go on: --training.steps {more}")
 
 
