@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.support.token_files import (
+from tests.data.token_files import (
     END,
     FORMATS,
     TRAIN,

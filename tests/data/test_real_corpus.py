@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.corpus import make_corpus, prepare_and_watch
+from tests.data.real_corpus import make_corpus, prepare_and_watch
 from tests.support.real_data import FOLDER, needs_data
 from torchmars.core.files import sha256
 

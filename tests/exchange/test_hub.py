@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.exchange.hub_server import hub_server
 from tests.exchange.test_hostile_folders import MODELS, make_folder
 from tests.exchange.test_initial import started
-from tests.support.hub_server import hub_server
 from tests.support.mistakes import mistake
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, tiny_tables, write_text

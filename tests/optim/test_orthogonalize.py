@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.optim.reference import orthogonalized
-from tests.support.spectra import spectra
+from tests.optim.spectra import spectra
 from torchmars.optim import MARS
 from torchmars.optim.matrices.orthogonal import ORTHOGONALIZERS, Directions
 from torchmars.optim.reference import orthogonal_direction

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.support.even_routing import MIXTURE, route_evenly
+from tests.planning.even_routing import MIXTURE, route_evenly
 from tests.support.full import FULL
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tables, write_text

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 
-from tests.support.even_routing import MIXTURE, route_evenly
+from tests.planning.even_routing import MIXTURE, route_evenly
 from tests.support.full import FULL, full_but
 from tests.support.gradients import model_on, training_on
 from tests.support.ranks import run_ranks
