@@ -141,7 +141,13 @@ class RankLauncher:
             meeting.close(code, ENDED)
             return code
         if code != EXIT_REGROUP:
-            return code if meeting.done(code) else self._tell_of_others()
+            if not meeting.done(code):
+                return self._tell_of_others()
+            if code == EXIT_STOPPED and self.signalled and self.first_rank:
+                say_stopped(
+                    f"by {self.signalled.name}: the console of rank 0 says where it is saved"
+                )
+            return code
         if meeting.done(None) and self.signalled:
             return self._say_left(self.signalled)
         return self._tell_of_others(planned=True)
