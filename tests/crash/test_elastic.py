@@ -48,7 +48,7 @@ def test_a_spare_takes_the_place_of_a_lost_machine_and_the_last_waits_for_anothe
         machines.start(2)  # one of them has no place, and may come after the other has started
         machines.wait_for_start(3)
         [spare] = {"m3", "m4"} - set(machines.events("started")[-1]["names"])
-        wait_for(lambda: "waits     the run has no place" in machines.said(spare))
+        wait_for(lambda: "waits     until it joins after a step" in machines.said(spare))
         assert reached - 2 <= machines.starts[2][0] <= reached + 1
         assert [machines for _, machines, _ in machines.starts] == [2, 2, 2]
         assert "3 run as 2, and the rest are spares" in machines.said(last)
@@ -98,7 +98,7 @@ def test_a_machine_that_waits_takes_the_place_of_one_that_leaves_and_leaves_itse
         machines.start(2)
         machines.wait_for_start(1)
         [spare] = machines.living.keys() - {machines.first()}
-        wait_for(lambda: "waits     the run has no place" in machines.said(spare))
+        wait_for(lambda: "waits     until it joins after a step" in machines.said(spare))
         reached = machines.reached
         wait_for(lambda: machines.reached > reached + 150)  # the other one has seen it by then
         # It takes the place of the only other one, whose memory is gone, from a checkpoint.
@@ -107,7 +107,7 @@ def test_a_machine_that_waits_takes_the_place_of_one_that_leaves_and_leaves_itse
         step, count, origin = machines.starts[1]
         assert count == 1 and origin.startswith(f"from step {step}: /")
         other = machines.start()
-        wait_for(lambda: "waits     the run has no place" in machines.said(other))
+        wait_for(lambda: "waits     until it joins after a step" in machines.said(other))
         assert machines.leave(other, signal.SIGUSR1) == 75
         assert f"by SIGUSR1: {other} has left the run" in machines.said(other)
         assert machines.end() == [75] and len(machines.starts) == 2

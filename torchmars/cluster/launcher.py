@@ -38,6 +38,7 @@ from torchmars.core.errors import (
     UserError,
     say_error,
 )
+from torchmars.core.words import counted
 
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 2.0  # for other ranks here to fail too, once one has
@@ -274,7 +275,7 @@ class RankLauncher:
         if left < 0:
             meeting.close(EXIT_UNCONNECTED, f"{why}, again and again without progress")
             raise RendezvousClosedError(meeting.ending())
-        times = f"{left} more times without progress" if left else "no more without progress"
+        times = f"{counted(left, 'more time') if left else 'no more'} without progress"
         say(f"warning: all ranks start again, since {why}; they may do so {times}", error=True)
         return None
 
