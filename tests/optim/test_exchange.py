@@ -241,3 +241,18 @@ def different_options():
 
 def test_ranks_with_other_options_say_so():
     assert all("with the same settings" in each for each in run_ranks(different_options, 2))
+
+
+def beside_a_group_of_some():
+    """Return whether ranks step together where some have made a group that others have not."""
+    if dist.get_rank() < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    mesh = init_device_mesh("cpu", (2, 2))
+    parameters = sharded(mesh, [Shard(0), Shard(0)])
+    optimizer = take_steps(parameters, "mars-m", 1, max_grad_norm=1.0)
+    return bool(optimizer.grad_norm > 0)
+
+
+def test_ranks_that_have_made_different_groups_step_together():
+    """As stages of a pipeline do, before another run in the same process."""
+    assert run_ranks(beside_a_group_of_some, 4) == [True] * 4

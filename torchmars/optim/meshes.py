@@ -37,24 +37,27 @@ def ranks_along(ranks: Tensor, axes: Sequence[int]) -> list[list[int]]:
     return ranks.permute(*others, *axes).reshape(-1, size).tolist()
 
 
-class MeshGroups:
-    """Process groups over sets of mesh axes, each made once.
+def group_over(row: list[int], mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of the ranks in `row`: one that exists, where there is one.
 
-    Making one is collective over its ranks.
+    Making one is collective over its ranks: the mesh may be a part of the world. torch (2.11 to
+    2.15) then names it by the number of a rank's groups: ranks that differ in this, as stages of a
+    pipeline may, wait for each other for ever.
     """
+    assert dist.group.WORLD is not None
+    for group in (dist.group.WORLD, *map(mesh.get_group, range(mesh.ndim))):
+        if dist.get_process_group_ranks(group) == row:
+            return group
+    return dist.new_group(row, use_local_synchronization=True)
 
-    def __init__(self) -> None:
-        self._made: dict[MeshAxes, dist.ProcessGroup] = {}
 
-    def over(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this one in the mesh `axes` only."""
-        if len(axes) == 1:
-            return mesh.get_group(axes[0])
-        if (mesh, axes) not in self._made:
-            mine = next(row for row in ranks_along(mesh.mesh, axes) if dist.get_rank() in row)
-            # Among its own ranks only: the mesh may be a part of the world.
-            self._made[mesh, axes] = dist.new_group(mine, use_local_synchronization=True)
-        return self._made[mesh, axes]
+class MeshGroups(dict[MeshAxes, dist.ProcessGroup]):
+    """For a mesh and some of its axes the group of the ranks that differ from this one there."""
+
+    def __missing__(self, key: MeshAxes) -> dist.ProcessGroup:
+        mesh, axes = key
+        mine = next(row for row in ranks_along(mesh.mesh, axes) if dist.get_rank() in row)
+        return self.setdefault(key, group_over(mine, mesh))
 
 
 @dataclass
@@ -90,23 +93,20 @@ def mesh_place(parameter: Tensor, groups: MeshGroups) -> MeshPlace:
 
     Raises `ValueError` for a mesh whose ranks do not ascend along its axes.
     """
-    key = layout_key(parameter)
-    if key is None:
+    if (key := layout_key(parameter)) is None:
         return MeshPlace([0], (), [[]], 0, 0, None, None)
     mesh, axes = key
     others = tuple(axis for axis in range(mesh.ndim) if axis not in axes)
     grid = torch.tensor(ranks_along(mesh.mesh, axes))  # [replicas, shards]
     replica, shard = grid.eq(dist.get_rank()).nonzero()[0].tolist()
-    shard_group = groups.over(mesh, axes) if grid.shape[1] > 1 else None
-    replica_group = groups.over(mesh, others) if grid.shape[0] > 1 else None
+    shard_group = groups[mesh, axes] if grid.shape[1] > 1 else None
+    replica_group = groups[mesh, others] if grid.shape[0] > 1 else None
     for group, wanted in ((shard_group, grid[replica]), (replica_group, grid[:, shard])):
         if group is not None and dist.get_process_group_ranks(group) != wanted.tolist():
             raise ValueError("the ranks of a mesh must ascend along its axes")
     coordinates = [mesh.mesh.eq(rank).nonzero()[0].tolist() for rank in grid[replica]]
-    ranks = grid.flatten().tolist()
-    return MeshPlace(
-        ranks, tuple(mesh.shape), coordinates, replica, shard, shard_group, replica_group
-    )
+    ranks, shape = grid.flatten().tolist(), tuple(mesh.shape)
+    return MeshPlace(ranks, shape, coordinates, replica, shard, shard_group, replica_group)
 
 
 class ModelSums:
@@ -134,7 +134,7 @@ class ModelSums:
         for place, key in enumerate(keys):
             if key is not None and key[1]:
                 sharded.setdefault(key, []).append(place)
-        self._shards = [(self._mesh_groups.over(*key), each) for key, each in sharded.items()]
+        self._shards = [(self._mesh_groups[key], each) for key, each in sharded.items()]
         axes_of_all = [set(key[1]) for key in keys if key is not None]
         meshes = list(dict.fromkeys(key[0] for key in keys if key is not None))
         # Along an axis that all parameters are sharded over, the sums over shards are the same.
@@ -147,7 +147,7 @@ class ModelSums:
             )
             if axes:
                 shared = [place for place, key in enumerate(keys) if key is None or key[0] == mesh]
-                self._copies.append((self._mesh_groups.over(mesh, axes), shared))
+                self._copies.append((self._mesh_groups[mesh, axes], shared))
 
     def sum_(self, numbers: Tensor) -> Tensor:
         """Make each parameter's `numbers` [p, m] those of the whole tensor, the same on all copies.

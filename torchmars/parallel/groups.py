@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmars.config import Degrees
-from torchmars.optim.meshes import ranks_along
+from torchmars.optim.meshes import group_over, ranks_along
 
 # From the outermost to the innermost. All are always there, most of them with size 1.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -81,7 +81,7 @@ def make_groups(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> dict[str, R
         of_meshes["ep"] = expert_mesh.get_group("ep")
     for name, each in rows.items():
         row = next(row for row in each if rank in row)
-        group = of_meshes.get(name) or _group_over(row, mesh)
+        group = of_meshes.get(name) or group_over(row, mesh)
         groups[name] = RankGroup(row.index(rank), len(row), group)
     return groups
 
@@ -92,20 +92,6 @@ def rows_along(ranks: torch.Tensor, axes: tuple[str, ...]) -> list[list[int]]:
     `ranks` has a dim for each of `AXES`.
     """
     return ranks_along(ranks, [AXES.index(axis) for axis in axes])
-
-
-def _group_over(row: list[int], mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of the ranks in `row`: one that exists, where there is one."""
-    if len(row) == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    for axis in AXES:
-        group = mesh.get_group(axis)
-        if dist.get_process_group_ranks(group) == row:
-            return group
-    group = dist.new_group(row, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def make_control_group() -> dist.ProcessGroup:
