@@ -153,7 +153,7 @@ def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
         (["--nnodes=two"], "--nnodes must be a whole number from 1"),
         (["--rdzv-conf=x"], "unrecognized arguments: --rdzv-conf=x: see --help"),
         (["--local-ranks-filter=5"], "LOG_RANK must be numbers of a machine's ranks, below 2"),
-        (["--local-ranks-filter=x"], "--local-ranks-filter must be whole numbers"),
+        (["--local-ranks-filter=x"], "--local-ranks-filter must be numbers of a machine's ranks"),
     ],
 )
 def test_an_option_of_launch_is_named_by_its_own_name(place, monkeypatch, capsys, options, message):

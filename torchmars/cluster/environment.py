@@ -186,10 +186,12 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
         return read_bounds(value, source)
     if name in ("RDZV_ENDPOINT", "RDZV_TOKEN"):  # of any bytes, and no error repeats a token
         return value
+    if name != "LOG_RANK":
+        return make(hint, whole_number(value), name=source)
     numbers = [whole_number(each) for each in value.split(",")]
-    if name == "LOG_RANK" and not all(isinstance(each, int) for each in numbers):
-        raise UserError(f"{source} must be whole numbers with commas between, got {value!r}")
-    return make(hint, numbers if name == "LOG_RANK" else whole_number(value), name=source)
+    if not all(isinstance(each, int) for each in numbers):
+        raise UserError(f"{source} must be numbers of a machine's ranks, as 0,1, got {value!r}")
+    return make(hint, numbers, name=source)
 
 
 def split_endpoint(endpoint: str, source: str = "RDZV_ENDPOINT") -> tuple[str, int]:

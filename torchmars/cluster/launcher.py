@@ -145,9 +145,7 @@ class RankLauncher:
             if not meeting.done(code):
                 return self._tell_of_others()
             if code == EXIT_STOPPED and self.signalled and self.first_rank:
-                say_stopped(
-                    f"by {self.signalled.name}: the console of rank 0 says where it is saved"
-                )
+                say_stopped(f"by {self.signalled.name}: the console of rank 0 says at which step")
             return code
         if meeting.done(None) and self.signalled:
             return self._say_left(self.signalled)

@@ -4,36 +4,18 @@ Modules that import torch are imported in `main`, after the options were read: s
 mistakes are said without the seconds that takes.
 """
 
+import ast
+from pathlib import Path
+
 from torchmars.core.console import say
 
 # By what they are for, in the order of a user's first days. Launchers start `launch` themselves.
 COMMANDS = {
-    "start": {
-        "train": "Check a config and train it on this machine's ranks.",
-        "generate": "Sample text from a model.",
-        "plot": "Draw runs, or a comparison: pictures, or a page.",
-        "runs": "List the runs there are: how far each is, and whether it runs.",
-        "evaluate": "Measure how good a model is: its accuracy on tasks, and its loss on texts.",
-        "export": "Write the weights of a checkpoint for other programs.",
-    },
-    "data": {
-        "prepare": "Do all of a run that needs no ranks, or only tokenise a corpus into shards.",
-        "import": "Write a config that trains on from a model of Hugging Face's transformers.",
-    },
-    "compare": {
-        "compare": "Compare optimizers fairly: each tuned, the best over several seeds.",
-        "transfer": "Check that learning rates of a small model hold for larger ones.",
-        "presets": "List published settings by name, with their cost and expected result.",
-    },
-    "machines": {
-        "plan": "Print the memory, traffic and time of a run before it has a cluster.",
-        "bench": "Measure how fast a config trains on this machine.",
-        "rendezvous": "Hold the place where launchers of several machines meet, apart from them.",
-    },
-    "tools": {
-        "config": "Print every setting of files and options, and where its value comes from.",
-        "checkpoint": "Verify or prune the checkpoints of a run.",
-    },
+    "start": ("train", "generate", "plot", "runs", "evaluate", "export"),
+    "data": ("prepare", "import"),
+    "compare": ("compare", "transfer", "presets"),
+    "machines": ("plan", "bench", "rendezvous"),
+    "tools": ("config", "checkpoint"),
 }
 HIDDEN = ("launch",)
 
@@ -43,9 +25,15 @@ def commands() -> list[str]:
     return [*HIDDEN, *(name for group in COMMANDS.values() for name in group)]
 
 
+def summary(name: str) -> str:
+    """Return the first line of a command's docstring; its file is not imported."""
+    text = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+
 def print_commands() -> None:
     """Print the commands in groups, with a line on each."""
     say("usage: torchmars COMMAND ...\n\nPretraining of language models with MARS, its optimizers.")
     for title, group in COMMANDS.items():
-        say(f"\n{title}:", *(f"  {name:<10}  {text}" for name, text in group.items()))
+        say(f"\n{title}:", *(f"  {name:<10}  {summary(name)}" for name in group))
     say("\ntorchmars COMMAND --help says more of one; --version prints the version.")

@@ -304,8 +304,8 @@ def config_from_sources(sources: Sequence[NamedTables]) -> ResolvedConfig:
     tables, where = merge(sources), partial(source_of, sources)
     with located(sources):
         sections = chosen_sections(tables)
-        for name in tables.keys() - sections.keys():
-            if "." in name or not name:
+        for name in tables:
+            if name not in sections and ("." in name or not name):
                 raise UserError(f"unknown section {name!r} ({where(name)}): write [SECTION] above")
         check_names(flattened(tables), where, sections)
         made = {
