@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 from socket import gethostname
+from types import SimpleNamespace
 
 from tests.support.commands import ROOT, Command
 from tests.support.ranks import context
@@ -66,7 +67,7 @@ def hang(folder):
     import time
 
     watchdog.GRACE_SECONDS = 1.0
-    watchdog.flight_record = lambda *unused: ctypes.PyDLL(None).sleep(1000)
+    watchdog.c10d = SimpleNamespace(_dump_fr_trace=lambda: ctypes.PyDLL(None).sleep(1000))
     with watchdog.Watchdog(folder, OneRank(), 0.5):
         time.sleep(1000)
 

@@ -1,10 +1,10 @@
 """The watchdog: it ends a rank that hangs, and leaves its stacks."""
 
-import contextlib
 import faulthandler
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,10 +25,10 @@ class Watchdog:
     """Ends the process soon after `seconds` have passed since its last heartbeat.
 
     `with Watchdog(...) as watchdog:`, and `watchdog.beat()` from time to time. Before the end each
-    rank leaves what torch's flight recorder has of collectives in `folder`/flight_0, which
-    `torchfrtrace` reads. The interpreter's own watchdog, which works where no thread of Python gets
-    its turn, writes all stacks to `folder`/rank-00000.txt and ends the process with 1, of which the
-    launcher makes 70. 0 seconds: it watches nothing.
+    rank writes its stacks to `folder`/rank-00000.txt, and what torch's flight recorder has of
+    collectives to `folder`/flight_0, which `torchfrtrace` reads. The interpreter's own watchdog,
+    which works where no thread of Python gets its turn, writes the stacks once more and ends the
+    process with 1, of which the launcher makes 70. 0 seconds: it watches nothing.
     """
 
     def __init__(self, folder: Path, layout: Layout, seconds: float) -> None:
@@ -54,8 +54,10 @@ class Watchdog:
             self.thread.join()
             faulthandler.cancel_dump_traceback_later()
             self.stream.close()
+            if exception[0] and time.monotonic() - self.last_beat > self.seconds:
+                return  # the end of another rank that hung has ended this one's wait for it
             self.file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # the last rank deletes the folder
+            with suppress(OSError):  # the last rank deletes the folder
                 self.folder.rmdir()
 
     def beat(self, activity: str) -> None:
@@ -83,17 +85,10 @@ class Watchdog:
                     f"guards.hang_seconds = {self.seconds:g} s: its stacks will be in {self.file}"
                 )
                 say(text, error=True)
-                with (
-                    contextlib.suppress(OSError),
-                    open(self.flight, "wb", opener=open_to_write) as to,
-                ):
-                    to.write(flight_record(self.on_nccl))
+                assert self.stream is not None
+                faulthandler.dump_traceback(self.stream)
+                # Private API, torch 2.11 to 2.15, which torch's stubs leave out.
+                dump = getattr(c10d, "_dump_nccl_trace" if self.on_nccl else "_dump_fr_trace")
+                with suppress(OSError), open(self.flight, "wb", opener=open_to_write) as to:
+                    to.write(dump())
                 return
-
-
-def flight_record(on_nccl: bool) -> bytes:
-    """Return the records of torch's flight recorder, for `torchfrtrace`.
-
-    Private API, torch 2.11 to 2.15, which torch's stubs leave out.
-    """
-    return getattr(c10d, "_dump_nccl_trace" if on_nccl else "_dump_fr_trace")()
