@@ -56,13 +56,12 @@ def be_launcher(config: str) -> None:
 
     mark("imports")
     after(launch, "prepare_run", end_preparation)
-    main = launch.main
-    launch.main = (
-        lambda options, *more: main(  # ranks run this file
-            [word for word in options if word != "-m" and word != "torchmars.train"][:-1]
-            + [str(HERE), config],
-            *more,
-        )
+    start = launch.start_ranks
+    launch.start_ranks = lambda environment, settings, program, *more: start(
+        environment,
+        settings,
+        [str(HERE)],  # ranks run this file
+        *more,
     )
     train.main()
 
