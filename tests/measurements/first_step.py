@@ -116,8 +116,9 @@ def measure(checkout: Path, folder: Path) -> dict[str, float]:
     return phases | {"all": times[-1][1] - began, "CPU seconds": cpu}
 
 
-def prepare(folder: Path) -> None:
-    """Write the config of a tiny run, and its shards."""
+def prepare(checkout: Path, folder: Path) -> None:
+    """Write the config of a tiny run, and its shards as a checkout writes them."""
+    folder.mkdir()
     (folder / "run.toml").write_text(
         f"""
         [run]
@@ -140,7 +141,7 @@ def prepare(folder: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(HERE.parents[2])},
+        env=os.environ | {"PYTHONPATH": str(checkout)},
     )
 
 
@@ -152,10 +153,12 @@ def main() -> None:
     checkouts = [HERE.parents[2], *(folder.resolve() for folder in options.folders)]
     found: dict[Path, list[dict[str, float]]] = {checkout: [] for checkout in checkouts}
     with tempfile.TemporaryDirectory() as scratch:
-        prepare(Path(scratch))
+        folders = {checkout: Path(scratch, str(n)) for n, checkout in enumerate(checkouts)}
+        for checkout, folder in folders.items():
+            prepare(checkout, folder)
         for number in range(options.runs + 1):
-            for checkout in checkouts:
-                times = measure(checkout, Path(scratch))
+            for checkout, folder in folders.items():
+                times = measure(checkout, folder)
                 if number:  # the first one writes compiled Python, and fills the page cache
                     found[checkout].append(times)
     print("| seconds until |" + "".join(f" {checkout.name} |" for checkout in checkouts))
