@@ -13,14 +13,14 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 51, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 33_840
+IN_ALL = 33_690
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
     "cluster": 2_480,
-    "commands": 1_660,
+    "commands": 1_558,
     "comparison": 1_750,
-    "config": 2_550,
+    "config": 2_500,
     "core": 1_660,
     "data": 2_940,
     "evaluation": 540,

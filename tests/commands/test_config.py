@@ -1,10 +1,10 @@
-"""`torchmars config`: each value with where it is from, and what a run has otherwise."""
+"""`torchmars config`: each value with where it is from."""
 
 import re
 
 import pytest
 
-from torchmars.config.load import config_text, load_config
+from torchmars.config.load import load_config
 
 
 @pytest.fixture
@@ -38,35 +38,3 @@ def test_each_value_has_where_it_is_from_and_reads_back(printed, tmp_path):
     again = tmp_path / "again.toml"
     again.write_text("\n".join(map("  ".join, lines.values())))
     assert load_config([str(again)], "test") == load_config([str(file), *options], "test")
-
-
-def test_what_a_run_has_otherwise(printed, config, tmp_path):
-    of_run = ["--training.steps", "1", "--validation.interval", "0"]
-    (tmp_path / "config.toml").write_text(config_text(load_config([str(config), *of_run], "test")))
-    lines = printed(config, "--diff", tmp_path, "--optimizer.gamma", "0.5")
-    assert {name: change for name, (_, change) in lines.items()} == {
-        "training.steps": "1 -> 4",
-        "validation.interval": "0 -> 2",
-        "optimizer.gamma": "0.025 -> 0.5",
-    }
-
-
-def test_what_a_run_has_derived_itself_is_no_difference(call, config, tmp_path):
-    """Only a config that says otherwise differs."""
-    derived = {
-        "--training.dtype": "bfloat16",
-        "--training.compile": "true",
-        "--optimizer.matrix_dtype": "bfloat16",
-        "--checkpoint.init_from": "hf:some/model@0a1b2c",
-    }
-    words = [word for pair in derived.items() for word in pair]
-    (tmp_path / "config.toml").write_text(config_text(load_config([str(config), *words], "test")))
-    args = ["config", config, "--training.dtype", "auto", "--diff", tmp_path]
-    assert call(*args, "--checkpoint.init_from", "hf:some/model")[1] == "nothing differs\n"
-    others = ["--training.compile", "false", "--optimizer.matrix_dtype", "float32"]
-    found = call(*args, *others, "--checkpoint.init_from", "hf:some/mode")[1]
-    assert found.splitlines() == [
-        "training.compile        true -> false",
-        'optimizer.matrix_dtype  "bfloat16" -> "float32"',
-        'checkpoint.init_from    "hf:some/model@0a1b2c" -> "hf:some/mode"',
-    ]

@@ -81,7 +81,6 @@ def test_a_word_like_a_command_and_one_like_none(monkeypatch, capsys, word, reme
     "args,near",
     [
         (["train", "quickstart.toml", "--quite"], "--quiet"),
-        (["config", "--dif", "x"], "--diff"),
         (["prepare", "quickstart.toml", "--rank", "3"], "--ranks"),
         (["config", "--steps", "3"], "--training.steps"),
     ],

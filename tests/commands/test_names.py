@@ -28,7 +28,7 @@ LINES = [
             "runs NAME",
             "runs . --json NAME",
         ),
-        *("plot NAME", "plot . --out NAME", "plot . --html --out NAME", "presets NAME"),
+        *("plot NAME", "plot . --out NAME", "plot . --html --out NAME"),
         *(
             "evaluate NAME --text x",
             "evaluate x --text x --json NAME",

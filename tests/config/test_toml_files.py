@@ -45,30 +45,6 @@ def test_mistakes(tmp_path, monkeypatch, text, message):
         read(["mine.toml"])
 
 
-@pytest.mark.parametrize(
-    "wrong,near",
-    [
-        ("quikstart.toml", "quickstart.toml"),
-        ("quickstart", "quickstart.toml"),
-        ("Quick-Start.toml", "quickstart.toml"),
-        ("mine_2", "mine-2.toml"),
-        ("sub/mine", "sub/mine.toml"),
-        ("m", "m.toml"),
-        ("optimizers/mars-m.toml", "optimizers/mars_m.toml"),
-        ("optimizer/mars_m.toml", "optimizers/mars_m.toml"),
-        ("mars-m.toml", "optimizers/mars_m.toml"),
-        ("llama-8b", "llama_8b.toml"),
-        ("qwen3-06b.toml", "qwen3_0.6b.toml"),
-    ],
-)
-def test_the_nearest_config_is_named(tmp_path, monkeypatch, wrong, near):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sub").mkdir()
-    write(tmp_path, **{"m": "", "mine-2": "", "sub/mine": ""})
-    with pytest.raises(UserError, match=f"config {wrong}: .*: did you mean {near}\\?"):
-        load_config([wrong], "test")
-
-
 def test_a_text_is_taken_for_what_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.txt").write_text("Call me Ishmael.")

@@ -20,7 +20,7 @@ PLAN = "plan llama_8b.toml optimizers/mars_m.toml --world-size 64"
 EXACT = [
     ("planning.md", "model     llama 8b", PLAN),
     ("planning.md", "  s/step    GiB", "plan gpt2_small.toml --world-size 8 --find"),
-    ("config.md", "gpt2-small-mars-adamw-openwebtext", "presets --family gpt2"),
+    ("config.md", "gpt2-small-mars-adamw-openwebtext", "presets"),
 ]
 # Of these the last ones show the runs of the first.
 OF_A_MACHINE = [

@@ -111,8 +111,6 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
             "name a TOML file of yours there"
         )
     check_options(options, config)
-    if options.lr_grid is None:
-        raise UserError("--lr-grid is missing: give the learning rates to try, 1e-3,2e-3,4e-3")
     contenders = find_contenders(words(options.optimizers, "--optimizers"))
     folder = Path(options.folder or f"comparisons/{config.run.name}")
     return Study(
@@ -129,7 +127,9 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
 
 
 def check_options(options: TrialOptions, config: ResolvedConfig) -> None:
-    """Raise `UserError` for a missing package, and for what trials of `config` cannot have."""
+    """Raise `UserError` for what is missing, and for what trials of `config` cannot have."""
+    if options.lr_grid is None:
+        raise UserError("--lr-grid is missing: give the learning rates to try, 1e-3,2e-3,4e-3")
     if missing := next((each for each in ("scipy", "matplotlib") if is_missing(each)), None):
         raise missing_package(missing, "a comparison", "compare")
     if not config.validation.interval:

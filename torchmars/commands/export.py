@@ -12,10 +12,6 @@ from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.files import path_problem
 from torchmars.core.words import counted
-from torchmars.storage.storage import MANIFEST
-
-# Endings of files in other formats: a folder of such a name would be taken for one.
-OF_FILES = ".pt .pth .bin .ckpt .pkl .npz .h5 .onnx .gguf .safetensor .safetensors".split()
 
 
 @dataclass
@@ -69,12 +65,7 @@ def main() -> None:
 
 def check_target(target: Path) -> None:
     """Raise `UserError` if `target` must not be written."""
-    if target.suffix.lower() in OF_FILES:
-        raise UserError(f"{target}: name a folder, without {target.suffix}")
     if wrong := path_problem(target, "folder"):
         raise UserError(f"cannot write {target}: {wrong}: name a new folder")
-    for folder in target.resolve().parents:  # which takes foreign files for damage
-        if (folder / MANIFEST).exists() and (folder / ".metadata").exists():
-            raise UserError(f"{target} would lie in the checkpoint {folder}: write it elsewhere")
     if target.exists():
         raise UserError(f"{target} exists: name another folder")

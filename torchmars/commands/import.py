@@ -32,20 +32,15 @@ class Import(PluginOptions):
     """The folder of the model, or hf:NAME or hf:NAME@REVISION."""
     config: Positional[Path]
     """The TOML file to write."""
-    force: bool = False
-    """Replace the file if there is one."""
 
 
 def main() -> None:
     """Write the config that the command line names."""
     with exit_on_user_error():
         options = parse(Import, sys.argv[1:], "torchmars import")
-        if wrong := path_problem(options.config, "file"):
+        wrong = path_problem(options.config, "file") or "it exists" * options.config.exists()
+        if wrong:
             raise UserError(f"cannot write {options.config}: {wrong}: name a new file")
-        if options.config.exists() and not options.force:
-            raise UserError(
-                f"{options.config} exists: name another file, or replace it with --force"
-            )
         from torchmars.exchange.folder import open_folder
 
         found = open_folder(options.folder)
@@ -59,9 +54,7 @@ def main() -> None:
         say(f"{options.config}: {found.model.describe()}")
         if untold:
             say(f"warning: {untold}", error=True)
-        following = [["torchmars", "plan", str(options.config), "--world-size", "8"]]
-        if not untold:  # else there is no tokenizer
-            plugins = [] if options.plugins is None else ["--plugins", options.plugins]
-            sample = ["torchmars", "generate", str(options.folder), "--prompt", "The", *plugins]
-            following = [sample, *following, ["torchmars", "train", str(options.config)]]
-        say(*next_commands(*following))
+            return
+        plugins = [] if options.plugins is None else ["--plugins", options.plugins]
+        sample = ["torchmars", "generate", str(options.folder), "--prompt", "The", *plugins]
+        say(*next_commands(sample, ["torchmars", "train", str(options.config)]))

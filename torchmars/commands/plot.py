@@ -29,9 +29,8 @@ class Plot:
     """Write one page to mail instead, plot.html: the same picture, with settings and events, or the
     tables of a comparison. It needs no network and has no path of this machine."""
     out: Path | None = None
-    """A folder for plot.png and plot.svg, or one file that ends in .png or .svg; with --html in
-    .html. A folder that has a dot in its name must exist. Default: the folder of the run or the
-    comparison or, for several runs, this one."""
+    """The folder to write to. Default: that of the run or the comparison or, for several runs, this
+    one."""
 
 
 def main() -> None:
@@ -71,14 +70,7 @@ def comparison_among(folders: list[Path]) -> Path | None:
 
 
 def files_of(options: Plot) -> list[Path]:
-    """Return the files to write. Raises `UserError` for one of another kind."""
+    """Return the files to write."""
+    default = options.runs[0] if len(options.runs) == 1 else Path()
     suffixes = (".html",) if options.html else (".png", ".svg")
-    out = options.out
-    if out is None:
-        out = options.runs[0] if len(options.runs) == 1 else Path()
-    if out.is_dir() or not (out.suffix or out.exists()):
-        return [out / f"plot{suffix}" for suffix in suffixes]
-    if out.suffix.lower() not in suffixes:
-        ends = " or ".join(suffixes)
-        raise UserError(f"--out: {out} must end in {ends}, or be a folder that exists")
-    return [out]
+    return [(options.out or default) / f"plot{suffix}" for suffix in suffixes]

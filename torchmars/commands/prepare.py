@@ -105,8 +105,4 @@ def prepare_corpus(config: ResolvedData, task: int, tasks: int) -> bool:
             f"{config.path}: {name} {split.tokens:,} tokens ({manifest.tokenizer}) "
             f"in {counted(split.documents, 'document')}, {counted(len(split.shards), 'shard')}"
         )
-    if config.begin_token != "none":
-        begin = manifest.begin_token
-        each = f"with token {begin}" if begin is not None else "after an end of text, without more"
-        say(f"{config.path}: documents begin {each}")
     return True

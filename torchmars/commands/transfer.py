@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 from torchmars.commands.compare import TrialOptions, check_options, make_grid, run_study
-from torchmars.comparison.results import Grid
-from torchmars.config import ResolvedConfig
 from torchmars.config.fields import Positive
 from torchmars.config.load import load_command, require_config
 from torchmars.core.check import Place, Range, read_words
@@ -53,7 +51,10 @@ def main() -> None:
         depths = read_sizes(options.depths, "--depths")
         if max(len(widths), len(depths)) < 2:
             raise UserError("name two sizes or more: --widths 64,128,256, or --depths 2,4,8")
-        grid = {} if options.check else check_training(options, config, rest)
+        if not options.check:
+            require_config(rest, PROG)
+            check_options(options, config)
+            grid = make_grid(options)
         from torchmars.comparison import sizes  # it brings torch, and mistakes are said before
 
         if options.check:
@@ -74,12 +75,3 @@ def main() -> None:
 def read_sizes(text: str | None, option: str) -> list[int]:
     """Return the numbers of an option, in order; none if it is not given. Raises `UserError`."""
     return [] if text is None else sorted({*read_words([text], list[Positive], option)})
-
-
-def check_training(options: CheckTransfer, config: ResolvedConfig, arguments: list[str]) -> Grid:
-    """Return the rates to try. Raises `UserError` for what trials cannot do without."""
-    require_config(arguments, PROG)
-    if options.lr_grid is None:
-        raise UserError("--lr-grid is missing: give the learning rates to try, or --check")
-    check_options(options, config)
-    return make_grid(options)

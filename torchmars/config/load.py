@@ -18,10 +18,10 @@ import tomli_w
 
 from torchmars.config.model import OWN, ModelConfig, family_settings
 from torchmars.config.optimizer import OptimizerConfig
-from torchmars.config.plugins import load_plugins, not_loaded
+from torchmars.config.plugins import load_plugins
 from torchmars.config.sections import HF, Config, ResolvedConfig, sections_of
 from torchmars.core import cli
-from torchmars.core.check import make, meant, nearest
+from torchmars.core.check import make, meant
 from torchmars.core.cli import COMMAND_LINE, settings_in
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem, read_text
@@ -165,27 +165,12 @@ def read_toml(path: Path) -> Tables:
     try:
         return tomli.loads(read_text(path))
     except OSError as error:
-        near = nearest_config(path) if isinstance(error, FileNotFoundError) else ""
-        named = os.environ.get("CONFIG_FILE", "")
-        verb = "set CONFIG_FILE to" if path in map(Path, (named, *named.split())) else "name"
-        remedy = f"{verb} a TOML file, or a preset (torchmars presets)"
-        if near:
-            remedy = f"did you mean {near}?"
-        raise UserError(f"cannot read the config {path}: {error.strerror}: {remedy}") from None
+        raise UserError(
+            f"cannot read the config {path}: {error.strerror}: name a TOML file, or a preset "
+            "(torchmars presets)"
+        ) from None
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or nested too deeply
         raise UserError(f"{path} is not valid TOML: {error}") from None
-
-
-def nearest_config(path: Path) -> str:
-    """Return what `path` was meant to be; "" if nothing is like it.
-
-    It is one of our files, or one beside `path`.
-    """
-    ours = [each.relative_to(SHIPPED) for each in sorted(SHIPPED.rglob("*.toml"))]
-    beside = [*path.parent.glob("*.toml")] if os.path.isdir(path.parent) else []
-    known = {each.stem: each.stem if "presets" in each.parts else str(each) for each in ours[::-1]}
-    known |= {str(each.with_suffix("")): str(each) for each in [*ours, *beside]}
-    return known.get(nearest(str(path).removesuffix(".toml"), [*known], 0.8), "")
 
 
 def merge(sources: Sequence[NamedTables]) -> Tables:
@@ -366,17 +351,9 @@ def check_names(
 def config_from_tables(tables: Tables, source: str) -> ResolvedConfig:
     """Return the resolved config of a table for each section, such as a checkpoint keeps.
 
-    `source` says in errors where it is from.
+    `source` says in errors where it is from. Plugins that the tables name are not loaded.
     """
-    try:
-        return config_from_sources([(source, without_none(tables))])
-    except UserError:
-        if not (missing := not_loaded(tables)):
-            raise
-        raise UserError(
-            f"the run had the plugins {', '.join(missing)}, which a file of a run cannot load: if "
-            f"you trust them, add --plugins {','.join(missing)} (in Python: import them)"
-        ) from None
+    return config_from_sources([(source, without_none(tables))])
 
 
 def without_none(value: Any) -> Any:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchmars.core.cli import words
 from torchmars.core.errors import UserError
@@ -57,15 +57,3 @@ def load_plugins(modules: Iterable[str]) -> None:
                 f"{error}): name a module as Python does, in this folder or one of PYTHONPATH, "
                 "and mend what it raises"
             ) from None
-
-
-def not_loaded(tables: dict[str, Any]) -> list[str]:
-    """Return the plugins that a config's tables name and that are not imported here.
-
-    The tables may be anybody's, and the names are shown to be typed: none if one is no name.
-    """
-    run = tables.get("run")
-    named = run.get("plugins") if isinstance(run, dict) else []
-    texts = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
-    good = all(each.replace(".", "").isidentifier() for each in texts)
-    return [each for each in texts if each not in sys.modules] if good else []

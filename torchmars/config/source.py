@@ -1,10 +1,9 @@
 """The value of `data.source`: a kind of source, and its parts after colons."""
 
-import os
 import re
 from dataclasses import dataclass
 
-from torchmars.core.check import nearest
+from torchmars.core.check import meant
 from torchmars.core.errors import UserError
 
 COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".xz", ".bz2")
@@ -63,13 +62,6 @@ class DataSource:
         return KINDS[self.kind].tokens
 
 
-def likely(text: str, name: str, known: list[str]) -> str:
-    """Return what a source of no known kind was meant to be; "" if that is not clear."""
-    if os.path.exists(text) or text.endswith(".txt"):
-        return f"text:{text}"
-    return nearest(name, known)
-
-
 def parse_source(text: str) -> DataSource:
     """Return the source of a `data.source`. Raises `UserError` for a text of another form."""
     name, _, rest = text.partition(":")
@@ -79,8 +71,7 @@ def parse_source(text: str) -> DataSource:
         known = [*KINDS, *NAMES]
         raise UserError(
             f"data.source = {text!r} is of no known kind: it must begin with one of "
-            f"{', '.join(known)}, or a plugin's (--plugins)"
-            + (f"; did you mean {near}?" if (near := likely(text, name, known)) else "")
+            f"{', '.join(known)}, or a plugin's (--plugins){meant(name, known, before='; ')}"
         )
     parts = KINDS[name].parts
     store = STORE.match(rest)
