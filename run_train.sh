@@ -63,7 +63,7 @@ made="python3 -m venv $root/.venv && $root/.venv/bin/pip install -e $root -c $ro
 }
 files=("${CONFIG_FILE-quickstart.toml}")
 [ -e "${files[0]}" ] || read -r -d '' -a files <<< "${files[0]}" || true  # several names
-set -- "${files[@]:-}" "$@"
+[[ ${CONFIG_FILE+set} == "" && ${1--} != -* ]] || set -- "${files[@]:-}" "$@"
 [ -n "$batch" ] || exec "$python" -m torchmars train "$@"
 
 # In a job data and checkpoints are checked once. Then there is one launcher on each node.

@@ -176,6 +176,23 @@ def test_config_file_names_several_files(tmp_path, names):
     }[names] in ended.stderr
 
 
+def test_without_config_file_the_script_takes_the_files_that_it_is_given(tmp_path):
+    """By a package that prints what it gets."""
+    (tmp_path / "torchmars").mkdir()
+    (tmp_path / "torchmars/__init__.py").touch()
+    (tmp_path / "torchmars/__main__.py").write_text("import sys\nprint(*sys.argv[1:])\n")
+    env = {"PYTHONPATH": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    for args, taken in {
+        (): "train quickstart.toml",
+        ("--run.seed", "1"): "train quickstart.toml --run.seed 1",
+        ("mine.toml", "--run.seed", "1"): "train mine.toml --run.seed 1",
+    }.items():
+        assert (
+            subprocess.check_output([ROOT / "run_train.sh", *args], env=env).decode()
+            == f"{taken}\n"
+        )
+
+
 @pytest.mark.slow
 def test_an_installed_package_has_the_command_and_the_configs(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
