@@ -13,12 +13,12 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 51, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 33_690
+IN_ALL = 33_442
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
     "cluster": 2_480,
-    "commands": 1_558,
+    "commands": 1_553,
     "comparison": 1_750,
     "config": 2_500,
     "core": 1_660,
@@ -28,7 +28,7 @@ OF_ROOMS = {
     "models": 1_906,
     "optim": 5_191,
     "parallel": 2_940,
-    "planning": 1_141,
+    "planning": 898,
     "records": 970,
     "reports": 600,
     "storage": 639,

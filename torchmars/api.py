@@ -18,6 +18,7 @@ from torch import Tensor
 from torchmars.cluster import connection, process
 from torchmars.cluster.environment import keep_compiled_in
 from torchmars.cluster.process import start_launcher
+from torchmars.commands.plan import check_machines
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.config.load import config_text, read, validate
@@ -114,11 +115,10 @@ def make_plan(
     """
     make(Planning, world_size, name="world_size")
     make(PerNode, gpus_per_node, name="gpus_per_node")
-    resolved = read_config(config, sections)
-    plan = plans.plan_run(resolved, world_size, gpus_per_node)
+    check_machines(world_size, world_size, gpus_per_node or 1)
+    plan = plans.plan_run(read_config(config, sections), world_size, gpus_per_node)
     text = "\n".join(plan_in_words(plan))
-    peak, seconds = plan.largest.peak, plan.seconds
-    return Planned(peak, plan.checkpoint, plan.microbatches, seconds, text)
+    return Planned(plan.largest.peak, plan.checkpoint, plan.microbatches, plan.seconds, text)
 
 
 def load(folder: str | PurePath, device: str | torch.device | None = None) -> "LanguageModel":

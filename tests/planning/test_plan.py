@@ -18,8 +18,7 @@ from tests.support.tiny import (
 from torchmars.commands.plan import main
 from torchmars.config.load import config_from_tables, load_config, validate
 from torchmars.planning.plan import FLOPS, NETWORK, NVLINK, plan_run
-from torchmars.planning.report import transferred, warnings
-from torchmars.planning.traffic import axes_of
+from torchmars.planning.report import memory, transferred
 from torchmars.training.summary import base_line
 
 GIB = 2**30
@@ -31,10 +30,10 @@ def planned(tables, world_size, per_node):
 
 
 def sent(plan):
-    """How many bytes the first rank sends, by phase, operation and ranks."""
+    """How many bytes the first rank sends, by operation and number of ranks."""
     found = Counter()
     for each in plan.sent:
-        found[each.phase, each.operation, len(each.group)] += each.size
+        found[each.operation, len(each.group)] += each.size
     return found
 
 
@@ -132,19 +131,19 @@ def test_traffic_is_that_of_the_formulas(
     matrices = layers * 12 * width**2
     # Of the 6 heads of qkv, 64 rows each, 4 lie whole on one of 4 shards of 96 rows: they stay.
     travelling = matrices - layers * 3 * 4 / 6 * width**2
-    ring, passes = (shards - 1) / shards, "forward and backward"
+    ring = (shards - 1) / shards
     exact = pytest.approx
     assert found == {
         # In bfloat16; blocks twice, the rest stays from forward to backward.
-        (passes, "all-gather", shards): exact(accumulation_steps * ring * 2 * (2 * blocks + rest)),
-        (passes, "reduce-scatter", shards): exact(scattered * ring * 4 * (blocks + rest)),
-        (passes, "all-reduce", replicas): exact(
+        ("all-gather", shards): exact(accumulation_steps * ring * 2 * (2 * blocks + rest)),
+        ("reduce-scatter", shards): exact(scattered * ring * 4 * (blocks + rest)),
+        ("all-reduce", replicas): exact(
             exchanged * 2 * (replicas - 1) / replicas * 4 * (blocks + rest) / shards
         ),
-        ("optimizer", "all-to-all", shards): exact(
+        ("all-to-all of matrices", shards): exact(
             2 * ring * 2 * travelling / shards / replicas, rel=0.05
         ),
-        ("optimizer", "all-gather", replicas): exact(
+        ("all-gather of matrices", replicas): exact(
             (replicas - 1) / replicas * 2 * matrices / shards, rel=0.05
         ),
     }
@@ -156,31 +155,25 @@ def test_matrices_travel_in_their_dtype(tmp_path):
         tiny_tables(tmp_path, optimizer={"name": "muon", "matrix_dtype": dtype, "per_head": False})
         for dtype in ("bfloat16", "float32")
     ]
-    narrow, wide = (sent(planned(each, 2, 0))["optimizer", "all-to-all", 2] for each in tables)
+    narrow, wide = (sent(planned(each, 2, 0))["all-to-all of matrices", 2] for each in tables)
     matrices, there_and_back = 2 * 12 * 32**2, 2
     assert narrow == pytest.approx(2 * there_and_back * matrices / 2 / 2, rel=0.05)
     assert wide == 2 * narrow
 
 
-def test_what_is_warned_of(tmp_path):
-    def of(model, size, per_node=8, **parallelism):
-        training = {"seq_len": 64, "global_batch_size": 32, "microbatch_size": 4}
-        training |= {"seq_len": 1024, "microbatch_size": 1} if "n_embd" in model else {}
-        tables = tiny_tables(tmp_path, model=model, training=training, parallelism=parallelism)
-        return list(warnings(planned(tables, size, per_node)))
+def test_what_does_not_fit_is_said(tmp_path):
+    def fit(per_node, **model):
+        training = {"seq_len": 1024, "global_batch_size": 32, "microbatch_size": 1}
+        return memory(planned(tiny_tables(tmp_path, model=model, training=training), 2, per_node))
 
-    mixture = {"name": "llama", "size": "moe-nano"}
-    assert of(mixture, 8, ep=8) == of({"n_layer": 4, "n_head": 4, "n_embd": 64}, 8, tp=4) == []
-    [across] = of({"n_layer": 4, "n_head": 4, "n_embd": 64}, 8, 2, tp=4)
-    assert across.startswith("parallelism.tp = 4 reaches across machines of 2 GPUs")
-    [experts] = of(mixture, 8, 4, ep=8)
-    assert experts.startswith("parallelism.ep = 8 reaches across machines of 4 GPUs")
-    [large] = of({"n_layer": 8, "n_embd": 12032, "n_head": 94}, 2)
-    assert "does not fit a GPU of 80 GiB, which leaves about 72: lower training.seq_len" in large
+    large = {"n_layer": 8, "n_embd": 12032, "n_head": 94}
+    assert "does not fit" not in "".join(fit(2) + fit(0, **large))
+    said = "does not fit a GPU of 80 GiB, which leaves about 72: lower training.seq_len"
+    assert said in fit(2, **large)[-1]
 
 
 def test_traffic_is_along_the_axes(tmp_path):
-    """Tensor parallelism sends activations along tp, FSDP weights and gradients along dp_shard."""
+    """Tensor parallelism sends activations along tp, FSDP weights and gradients."""
     tables = tiny_tables(
         tmp_path,
         model={"name": "llama", "n_layer": 2, "n_head": 2, "n_kv_head": 2, "n_embd": 64},
@@ -188,12 +181,12 @@ def test_traffic_is_along_the_axes(tmp_path):
         parallelism={"tp": 2},
     )
     plan = planned(tables, 8, 8)
-    assert {(each.operation, axes_of(each.group, plan.degrees)) for each in plan.passes[0]} == {
+    assert {(each.operation, each.along) for each in plan.passes[0]} == {
         ("all-gather", "tp"),
         ("reduce-scatter", "tp"),
         ("all-reduce", "tp"),
-        ("all-gather", "dp_shard"),
-        ("reduce-scatter", "dp_shard"),
+        ("all-gather", "fsdp"),
+        ("reduce-scatter", "fsdp"),
     }
 
 

@@ -4,8 +4,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from torchmars.cluster.sizes import MinMax, UsableSizes, read_bounds, sizes_of
-from torchmars.config import ResolvedConfig
+from torchmars.cluster.sizes import MinMax, read_bounds, sizes_of
 from torchmars.config.load import load_command
 from torchmars.core.check import Range
 from torchmars.core.console import say
@@ -18,7 +17,7 @@ class PlanOptions:
     """Print what a run will take of each rank, before it has a cluster.
 
     Computes it from shapes, in seconds. Prints the memory and traffic of each rank, how evenly
-    matrices are distributed, and warnings of likely mistakes.
+    matrices are distributed, and whether a rank fits a GPU.
     """
 
     world_size: str
@@ -41,11 +40,12 @@ def main() -> None:
         from torchmars.planning import find, plan, report
 
         asked, per_node = read_bounds(options.world_size, "--world-size"), options.gpus_per_node
-        ranks, sizes = asked.fewest, None
+        ranks, sizes, here = asked.fewest, None, per_node or 1
+        check_machines(*asked, here)
         if asked.elastic:
             if options.find:
                 raise UserError(f"--find takes one number of ranks, got --world-size {asked}")
-            sizes = usable_sizes(config, asked, per_node)
+            sizes = sizes_of(config, MinMax(asked.fewest // here, asked.most // here), here)
             ranks = sizes.ranks[0]
             shared = replace(config.training, microbatch_size=sizes.microbatch_size)
             config = replace(config, training=shared)
@@ -55,15 +55,10 @@ def main() -> None:
             say(*report.plan_in_words(plan.plan_run(config, ranks, per_node), sizes))
 
 
-def usable_sizes(config: ResolvedConfig, asked: MinMax, per_node: int) -> UsableSizes:
-    """Return which of the `asked` numbers of ranks an elastic run goes with.
-
-    Raises `UserError` where its machines, of `per_node` GPUs or of one rank, are not full.
-    """
-    ranks = per_node or 1
-    if asked.fewest % ranks or asked.most % ranks:
+def check_machines(fewest: int, most: int, here: int) -> None:
+    """Raise `UserError` unless ranks fill machines of `here` ranks, or a part of one alone."""
+    if any(each % here and (fewest < most or each > here) for each in (fewest, most)):
         raise UserError(
-            f"--world-size {asked} does not fill machines of --gpus-per-node {per_node}: choose "
-            f"multiples of {per_node} as MIN and MAX"
+            f"--world-size {MinMax(fewest, most)} does not fill machines of --gpus-per-node "
+            f"{here}: choose multiples of {here}"
         )
-    return sizes_of(config, MinMax(asked.fewest // ranks, asked.most // ranks), ranks)

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from torchmars.config import ResolvedConfig
 from torchmars.core.errors import UserError
-from torchmars.planning.plan import RESERVED, SPEEDS, Plan, check_machines, costs_of
+from torchmars.planning.memory import ModelCosts
+from torchmars.planning.plan import RESERVED, SPEEDS, Plan
 from torchmars.records.gpus import GIB
 
 SHOWN = 8  # layouts of the table
@@ -20,6 +22,8 @@ TRIED = {
     "training": ["microbatch_size"],
     "activation_checkpoint": ["mode"],
 }
+FORM = attrgetter("degrees.pp", "degrees.cp", "degrees.tp", "degrees.ep", "mode")
+ORDER = attrgetter("time_of_passes", "largest.peak")
 MODES = ("none", "selective", "full")
 HEADINGS = f"{'s/step':>8}  {'GiB':>5}  {'waiting':>7}  {'microbatches':>12}  options"
 
@@ -34,53 +38,40 @@ def find_layouts(
     """
     if not per_node:
         raise UserError("--find is for GPUs: set --gpus-per-node, the GPUs of each machine")
-    check_machines(world_size, per_node)
-    plans = list(planned(config, world_size, per_node))
-    if not plans:
+    best, peaks = dict[object, Plan](), []
+    for plan in planned(config, world_size, per_node):
+        peaks.append(plan.largest.peak)
+        if peaks[-1] < memory - RESERVED:
+            best[FORM(plan)] = min(best.get(FORM(plan), plan), plan, key=ORDER)
+    if not peaks:
         raise UserError(
             f"no layout divides --world-size {world_size} with training.global_batch_size = "
             f"{config.training.global_batch_size} and training.seq_len = {config.training.seq_len}:"
             " change one of them"
         )
-    best = dict[object, Plan]()
-    for plan in plans:
-        if plan.largest.peak < memory - RESERVED:
-            _, _, _, cp, tp, ep = plan.degrees
-            key = plan.degrees.pp, cp, tp, ep, plan.memory.mode
-            best[key] = min(best.get(key, plan), plan, key=order)
     if not best:
-        least = min(plan.largest.peak for plan in plans) + RESERVED
         raise UserError(
             f"no layout of --world-size {world_size} fits --memory {memory / GIB:.0f} GiB, of "
             f"which about {RESERVED // GIB} are not free; the smallest needs about "
-            f"{least / GIB:.0f} GiB: take more or larger GPUs, or lower training.seq_len"
+            f"{(min(peaks) + RESERVED) / GIB:.0f} GiB: take more or larger GPUs, or lower "
+            "training.seq_len"
         )
     lines = [HEADINGS]
-    fastest = sorted(sorted(best.values(), key=order)[:SHOWN], key=seconds)
+    fastest = sorted(best.values(), key=ORDER)[:SHOWN]
+    fastest.sort(key=lambda plan: plan.seconds or 0.0)  # with the optimizer, which takes longer
     for plan in fastest:
-        figures = f"{seconds(plan):8.2f}  {plan.largest.peak / GIB:5.0f}  {plan.bubble:7.0%}"
+        figures = f"{plan.seconds:8.2f}  {plan.largest.peak / GIB:5.0f}  {plan.bubble:7.0%}"
         lines.append(f"{figures}  {plan.microbatches[1]:12}  {layout_options(plan.config, config)}")
     named = layout_options(fastest[0].config, config) or "the config as it is"
-    found = f"the fastest of {len(plans)} layouts that divide, for {SPEEDS}"
-    return [*lines, f"the fastest that fits: {named}", found]
-
-
-def order(plan: Plan) -> tuple[float, int]:
-    """Return the time of a plan's passes, and its peak."""
-    return plan.time_of_passes, plan.largest.peak
-
-
-def seconds(plan: Plan) -> float:
-    """Return the time of a step on GPUs."""
-    assert plan.seconds is not None
-    return plan.seconds
+    lines.append(f"the fastest that fits: {named}")
+    return [*lines, f"the fastest of {len(peaks)} layouts that divide, for {SPEEDS}"]
 
 
 def planned(config: ResolvedConfig, world_size: int, per_node: int) -> Iterator[Plan]:
     """Yield the plan of every layout that divides; tp and ep stay within machines."""
-    costs, config, _ = costs_of(config, per_node)
+    costs = ModelCosts(config, per_node)
     inside, longest = min(per_node, world_size), max(1, config.training.seq_len // SHORTEST)
-    experts = math.gcd(inside, costs.model.experts) if costs.model.experts else 1
+    experts = math.gcd(inside, costs.model.experts or 1)
     sizes = sorted({1, 2, 4, config.training.microbatch_size or 1})
     sizes_of_axes = divisors(inside), divisors(world_size), divisors(world_size), divisors(experts)
     for tp, pp, cp, ep in product(*sizes_of_axes):
@@ -91,13 +82,13 @@ def planned(config: ResolvedConfig, world_size: int, per_node: int) -> Iterator[
         schedules = ("1F1B", "Interleaved1F1B")[: 1 + (pp > 1)]
         forms = product(replicas, schedules, ("sharded", "whole"), sizes, MODES)
         for dp_replicate, schedule, accumulate, size, mode in forms:
-            axes: list[Any] = [dp_replicate, -1, tp, cp, ep, pp, schedule, accumulate]
-            layout: Any = config
+            axes: Any = [dp_replicate, -1, tp, cp, ep, pp, schedule, accumulate]
+            layout: Any = costs.config
             for (section, names), values in zip(TRIED.items(), (axes, [size], [mode])):
                 changed: Any = replace(getattr(layout, section), **dict(zip(names, values)))
                 layout = replace(layout, **{section: changed})
             with suppress(UserError):
-                plan = Plan(costs, layout, world_size, per_node)
+                plan = Plan(costs, layout, world_size)
                 if accumulate == "sharded" or plan.microbatches[1] > 1:
                     yield plan
 

@@ -6,103 +6,117 @@ from what each layer of a block saves for the backward pass: docs/planning.md sa
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchmars.config import Degrees, ResolvedConfig
-from torchmars.models import Model
+from torchmars.config.ranks import resolve_dtypes
+from torchmars.core.device import GPU_TYPE
+from torchmars.data.tokenizer import load_tokenizer
+from torchmars.models import Model, build_run_model
 from torchmars.models.attention import has_kernel
-from torchmars.optim import MARS
+from torchmars.optim.matrices.agreement import multiplies_bfloat16
 from torchmars.parallel import cuts
+from torchmars.training.optimizer import build_optimizer
+from torchmars.training.preparation import prepared_data
 
 ROWS = ("rows", "fused rows", "gathered rows", "tokens")
+EXPERTS = "experts"
 
 
 class Weight(NamedTuple):
-    """A parameter as layouts cut it."""
+    """A parameter, before any layout."""
 
     shape: tuple[int, ...]
     cut: str | None
-    """By tensor parallelism; None: all ranks have it whole."""
-    experts: bool
-    """Whether it is a stack of experts' matrices, which ep deals out."""
+    """By tensor parallelism, or "experts", which ep deals out; None: all ranks have it whole."""
     state: int
     """Bytes of the optimizer's state for each entry."""
 
 
-Weights = Mapping[str, Weight]  # by name
+class Placed(NamedTuple):
+    """A weight on the ranks of a stage. The first has the largest shard: of ceil(size / n) rows."""
+
+    gathered: int
+    """Entries that a rank computes with."""
+    held: int
+    """Entries of the first rank's shard."""
+    mesh: tuple[int, int, int]
+    """The replicas, the ranks of FSDP, and those of tp or ep."""
+    placements: tuple[Placement, ...]
 
 
 @functools.lru_cache(maxsize=2**16)
-def entries_of(weight: Weight, degrees: Degrees) -> tuple[int, int, int]:
-    """Return how many entries the first rank computes with, and its shard's; and the dim cut.
-
-    Its shard is the largest: torch cuts into pieces of ceil(size / n).
-    """
-    shape, shards = list(weight.shape), degrees.dp_shard * degrees.cp
-    if weight.experts and degrees.ep > 1:
-        shape[0] //= degrees.ep
-        shards = shards * degrees.tp // degrees.ep
+def placed(weight: Weight, degrees: Degrees) -> Placed:
+    """Return how a weight lies on a layout."""
+    shape, shards, cut = list(weight.shape), degrees.dp_shard * degrees.cp, None
+    mesh = degrees.dp_replicate, shards, degrees.tp
+    if weight.cut == EXPERTS and degrees.ep > 1:
+        mesh, cut = (degrees.dp_replicate, shards * degrees.tp // degrees.ep, degrees.ep), 0
     elif weight.cut in ROWS:
-        shape[0] //= degrees.tp
+        cut = 0
     elif weight.cut == "columns" and len(shape) > 1:  # its bias is whole
-        shape[1] //= degrees.tp
+        cut = 1
+    if cut is not None:
+        shape[cut] //= mesh[2]
     gathered = math.prod(shape)
     # Stacks by matrices, or else by their rows: `stack_placement` of parallel/fsdp.py.
-    dim = int(len(shape) > 2 and shape[0] % shards > 0 and shape[1] % shards == 0)
-    shape[dim] = -(-shape[dim] // shards)
-    return gathered, math.prod(shape), dim
+    dim = int(len(shape) > 2 and shape[0] % mesh[1] > 0 and shape[1] % mesh[1] == 0)
+    shape[dim] = -(-shape[dim] // mesh[1])
+    strided = dim == cut and mesh[2] > 1
+    shard = _StridedShard(dim, split_factor=mesh[2]) if strided else Shard(dim)
+    placements = Replicate(), shard, Replicate() if cut is None else Shard(cut)
+    return Placed(gathered, math.prod(shape), mesh, placements)
 
 
 class ModelCosts:
-    """A model and its optimizer, before any layout; `itemsize` is that of the compute dtype."""
+    """The model of a config, its optimizer and data, before any layout.
 
-    def __init__(self, model: Model, optimizer: MARS, itemsize: int) -> None:
-        self.model, self.optimizer, self.itemsize = model, optimizer, itemsize
+    `config` is this config with resolved dtypes, and `data` is None if it is not prepared yet.
+    """
+
+    def __init__(self, config: ResolvedConfig, per_node: int) -> None:
+        """Machines have `per_node` GPUs; 0: CPUs. Raises `UserError` for mistakes."""
+        self.per_node, self.device = per_node, GPU_TYPE if per_node else "cpu"
+        device = torch.device(self.device)
+        # CPUs are taken to be like this one.
+        self.config = resolve_dtypes(config, device, per_node > 0 or multiplies_bfloat16(device))
+        self.data = prepared_data(config)
+        tokens = self.data or load_tokenizer(config.data.tokenizer)
+        self.model = model = build_run_model(config, tokens.vocab_size)
+        self.optimizer = optimizer = build_optimizer(config, model)
+        self.itemsize = getattr(torch, self.config.training.dtype).itemsize
         self.tied, self.flops = model.output is None, model.flops_per_token()
         self.head_in_blocks, self.routed = cuts.head_in_blocks(model), model.routed()
-        states = state_bytes(optimizer)
-        self.blocks: list[dict[str, Weight]] = [{} for _ in model.blocks]
-        """The weights of each block, and those of the embedding, and of the last norm and head."""
-        self.first: dict[str, Weight] = {}
-        self.last: dict[str, Weight] = {}
+        self.weights = defaultdict[str, dict[str, Weight]](dict)
+        """Of each block by its number, "first": of the embedding, "last": of norm and head."""
         for name, parameter in model.named_parameters():
             top, number, *_ = name.split(".")
-            of_ends = self.first if top in model.inputs else self.last
-            module, experts = name.rpartition(".")[0], ".experts." in name and parameter.ndim == 3
-            cut = None if experts else cuts.cut_of(module, model.cuts)
-            weight = Weight(tuple(parameter.shape), cut, experts, states[name])
-            (self.blocks[int(number)] if top == "blocks" else of_ends)[name] = weight
-        alike: dict[object, str] = {}
-        self.alike = [
-            alike.setdefault((*weights.values(),), str(number))
-            for number, weights in enumerate(self.blocks)
-        ]
-        """Of each block the number of the first that is like it."""
-        self.kept = functools.cache(functools.partial(block_bytes, model, itemsize))
+            end = "first" if top in model.inputs else "last"
+            stack = ".experts." in name and parameter.ndim == 3
+            cut = EXPERTS if stack else cuts.cut_of(name.rpartition(".")[0], model.cuts)
+            state = [*optimizer.state[parameter].values()]
+            state += [optimizer.ahead[parameter]] if parameter in optimizer.ahead else []
+            entry = sum(tensor.itemsize for tensor in state if tensor.ndim)
+            weight = Weight(tuple(parameter.shape), cut, entry)
+            self.weights[number if top == "blocks" else end][name] = weight
+        self.kept = functools.cache(functools.partial(block_bytes, model, self.itemsize))
 
 
-def state_bytes(optimizer: MARS) -> dict[str, int]:
-    """Return the bytes of state for each entry of each parameter, by name."""
-    found = {}
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"]):
-            tensors = [each for each in optimizer.state[parameter].values() if each.ndim]
-            tensors += [optimizer.ahead[parameter]] if parameter in optimizer.ahead else []
-            found[name] = sum(each.itemsize for each in tensors)
-    return found
+def block_bytes(
+    model: Model, b: int, number: str, mode: str, tp: int, cp: int
+) -> tuple[float, float]:
+    """Return what a block keeps of each token of a rank, in bytes, and what it makes again.
 
-
-def block_bytes(model: Model, b: int, number: str, tp: int, cp: int) -> dict[str, float]:
-    """Return what block `number` keeps of each token of a rank, layer by layer, in bytes.
-
-    By the mode of activation checkpointing; "working": in the backward pass, at its worst moment.
-    Entries of hidden states have `b` bytes. Layers are cut over `tp` ranks, and keys and values are
-    gathered from `cp`.
+    That is by a `mode` of activation checkpointing. The second has also what is in work at the
+    worst moment of the backward pass. Entries of hidden states have `b` bytes. Layers are cut over
+    `tp` ranks, and keys and values are gathered from `cp`.
     """
     none = selective = 0.0
     mixture = model.routed().get(number)
@@ -142,200 +156,145 @@ def block_bytes(model: Model, b: int, number: str, tp: int, cp: int) -> dict[str
         selective += used * (2 * within + 3 * model.width) * b / tp
         # Gradients of experts' outputs, once more in float32: the weights of a router are.
         working = used * (4 + b) * model.width / tp
-    return {"none": none, "selective": selective, "full": full, "working": working}
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """The memory of a rank of a pipeline, or of each rank without one, in bytes."""
-
-    stages: dict[int, range]
-    """The blocks of its stages, by number."""
-    parameters: int
-    """How many these have."""
-    weights: int
-    """And of their moving average, if the run keeps one."""
-    gradients: int
-    optimizer_state: int
-    received: int
-    """Buffers for hidden states from other stages of a pipeline."""
-    gathered: int
-    """Weights and gradients of other ranks' shards, and their buffers, at the peak. On a rank
-    alone: the copies of weights that it computes with."""
-    activations: int
-    """And temporary tensors, at the peak."""
-    moment: str
-    """When the peak is."""
-
-    @property
-    def peak(self) -> int:
-        """All memory of the rank at the worst moment of a step."""
-        working = max(self.activations + self.gathered, self.gradients)
-        return self.weights + self.optimizer_state + self.received + working
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage of a pipeline, or the whole model, on a rank."""
-
-    first: bool
-    last: bool
-    blocks: range
-    weights: dict[str, Weight]
-    dealt: list[int]
-    """Entries of experts that are dealt out, block by block."""
-    ends: list[int]
-    """Entries of table and head, which are gathered apart."""
-    unit: int
-    """Entries of the largest unit of blocks, which are gathered together."""
-    kept: float
-    """Bytes that the blocks keep of a microbatch."""
-    again: float
-    """Bytes made again, or in work, in a block's backward pass."""
+    kept = {"none": none, "selective": selective, "full": full}[mode]
+    return kept, none - kept + working
 
 
 class LayoutMemory:
-    """The memory of a layout's ranks, on devices of type `device`. The dtype is resolved."""
+    """The memory of a layout's ranks. `config` has resolved dtypes."""
 
-    def __init__(
-        self, costs: ModelCosts, config: ResolvedConfig, degrees: Degrees, device: str
-    ) -> None:
-        self.costs, self.config, self.degrees, self.device = costs, config, degrees, device
-        training, self.parallelism = config.training, config.parallelism
+    def __init__(self, costs: ModelCosts, config: ResolvedConfig, degrees: Degrees) -> None:
+        self.costs, self.config, self.degrees = costs, config, degrees
+        self.parallelism, training = config.parallelism, config.training
         self.mode = config.activation_checkpoint.mode
-        stages = self.parallelism.stages
-        self.size, self.microbatches = training.microbatches(degrees.data, stages)
-        self.passes = config.optimizer.passes
-        self.every = self.microbatches * self.passes
+        self.microbatches = training.microbatches(degrees.data, self.parallelism.stages)
+        """Sequences of a microbatch, and microbatches of a step."""
+        self.every = self.microbatches[1] * config.optimizer.passes
         """How many microbatches pass in a step: in exact mode twice."""
-        self.tokens = self.size * training.seq_len // degrees.cp
-        kernel = has_kernel(device, getattr(torch, training.dtype), costs.model.dropout)
-        masked = config.data.separate_documents and not kernel
-        self.mask = self.size * training.seq_len**2 * costs.itemsize * masked
-        """Bytes of the mask that keeps documents apart, where no kernel does."""
+        self.tokens = self.microbatches[0] * training.seq_len // degrees.cp
+        """Of a microbatch, on a rank."""
         self.hidden = self.tokens // degrees.tp * costs.model.width * costs.itemsize
-        """Bytes of a microbatch's hidden states between blocks."""
-        self.alone = math.prod(degrees[:5]) == 1 and not self.parallelism.cpu_offload
-        blocks = cuts.blocks_of_stages(costs.model, self.parallelism)
-        self.parts = [
-            self.part(each, number == 0, number == len(blocks) - 1)
-            for number, each in enumerate(blocks)
-        ]
-        self.own = [
-            [n for n, each in enumerate(cuts.stage_ranks(self.parallelism)) if each == rank]
-            for rank in range(degrees.pp)
-        ]
-        """The stages of each rank of the pipeline."""
-        self.rows = costs.model.vocab_rows // degrees.tp  # of the head, on a rank
-        self.chunks = math.ceil(self.tokens / cuts.chunk_tokens(device, self.rows))
-        self.ranks = [self.rank(rank) for rank in range(degrees.pp)]
-        """The memory of each rank of the pipeline, or of the only one."""
+        """Bytes of their hidden states between blocks."""
+        self.stages = cuts.blocks_of_stages(costs.model, self.parallelism)
+        self.ranks = [RankMemory(self, rank) for rank in range(degrees.pp)]
+        """The memory of each rank of a pipeline, or of the only one."""
+        self.largest = max(self.ranks, key=lambda rank: rank.peak)
 
     def entries(self, weights: Iterable[Weight]) -> tuple[int, int]:
         """Return how many entries of weights a rank computes with, and those of its shards."""
-        found = [entries_of(each, self.degrees) for each in weights]
-        return sum(each[0] for each in found), sum(each[1] for each in found)
+        found = [placed(each, self.degrees) for each in weights]
+        return sum(each.gathered for each in found), sum(each.held for each in found)
 
-    def kept(self, block: int) -> dict[str, float]:
-        """Return what a block keeps of a token, in bytes."""
-        gathered = self.degrees.cp if self.parallelism.cp_method == "all-gather" else 1
-        return self.costs.kept(self.costs.alike[block], self.degrees.tp, gathered)
 
-    def part(self, blocks: range, first: bool, last: bool) -> Stage:
-        """Return a stage that has these blocks."""
-        costs, ep = self.costs, self.degrees.ep
-        weights, sizes, dealt, kept, again = dict[str, Weight](), [], [], 0.0, 0.0
-        for block in blocks:
-            weights |= costs.blocks[block]
-            own = costs.blocks[block].values()
-            dealt.append(self.entries(each for each in own if each.experts and ep > 1)[0])
-            sizes.append(self.entries(own)[0] - dealt[-1])
-            each = self.kept(block)
-            kept += self.tokens * each[self.mode]
-            made = each["none"] - each[self.mode] + each["working"]
-            again = max(again, self.tokens * made)
-        units = cuts.together(sizes, cuts.UNIT_BYTES[self.device] // costs.itemsize)
-        unit = max(sum(sizes[place] for place in each) for each in units)
-        embedding, head = costs.first if first else {}, costs.last if last else {}
-        if last and costs.tied and not first:  # a copy, which the optimizer does not know
-            embedding = {"copy": costs.first["tok_embed.weight"]}
+class RankMemory:
+    """What a rank of a pipeline, or each rank without one, has of a model; its memory in bytes."""
+
+    def __init__(self, layout: LayoutMemory, rank: int) -> None:
+        costs, pp, ep = layout.costs, layout.degrees.pp, layout.degrees.ep
+        self.layout, self.rank, self.first, self.last = layout, rank, rank == 0, rank == pp - 1
+        self.stages = {n: layout.stages[n] for n in range(rank, len(layout.stages), pp)}
+        """The blocks of its stages, by number."""
+        self.borders = 2 * len(self.stages) - self.first - self.last
+        """How many other stages its own exchange hidden states with."""
+        self.blocks = [str(block) for blocks in self.stages.values() for block in blocks]
+        of_blocks = [costs.weights[block] for block in self.blocks]
+        embedding = costs.weights["first"] if self.first else {}
+        head = costs.weights["last"] if self.last else {}
+        if self.last and costs.tied and not self.first:  # a copy, which the optimizer does not know
+            embedding = {"copy": costs.weights["first"]["tok_embed.weight"]}
+        self.tensors = dict(ChainMap(*of_blocks, embedding, head))
+        """All weights that it has, by name."""
+        dealt = [each for each in self.tensors.values() if each.cut == EXPERTS and ep > 1]
+        self.experts = layout.entries(dealt)[0]
+        """Entries of experts that are dealt out."""
         outside = [embedding | head] if costs.tied else [embedding, head]
-        ends = [self.entries(each.values())[0] for each in outside if each]
-        weights |= embedding | head
-        every = self.entries(weights.values())[0] - sum(dealt)
-        if cuts.is_one_unit(every * costs.itemsize, self.device, self.parallelism):
-            unit, ends = every, [every]
-        return Stage(first, last, blocks, weights, dealt, ends, unit, kept, again)
-
-    def loss(self) -> tuple[float, int]:
-        """Return the bytes in work while the loss is computed, and of the head's gradient."""
-        model, b, tokens = self.costs.model, self.costs.itemsize, self.tokens
-        # Beside logits their probabilities in float32, where the loss is not compiled, and what
-        # torch makes these from.
-        logit = b if self.config.training.compile else b + 4 + 4 * (b < 4)
-        head = self.rows * model.width
-        sums = head * (b if self.chunks == 1 else 4 + b * (b < 4))  # of chunks, in float32
-        hidden = 3 * model.width * b
-        chunk = math.ceil(tokens / self.chunks) * self.rows
-        return chunk * logit + sums + tokens * hidden, head * b
-
-    def rank(self, rank: int) -> RankMemory:
-        """Return the memory of a rank of the pipeline."""
-        parts = [self.parts[number] for number in self.own[rank]]
-        every = [each for part in parts for each in part.weights.items()]
-        own = [weight for name, weight in every if name != "copy"]
-        held, average = self.entries(each for _, each in every)[1], self.config.training.ema_decay
-        worst = max(self.moments(rank, parts), key=lambda each: each[0] + each[1])
-        buffers = sum(not end for part in parts for end in (part.first, part.last))
-        return RankMemory(
-            stages={number: self.parts[number].blocks for number in self.own[rank]},
-            parameters=sum(math.prod(each.shape) for each in own),
-            weights=4 * held + (4 * self.entries(own)[1] if average else 0),
-            gradients=4 * held,
-            optimizer_state=sum(
-                entries_of(each, self.degrees)[1] * each.state + 4 * (each.state > 0)
-                for each in own
-            ),
-            received=buffers * self.microbatches * self.hidden if self.degrees.pp > 1 else 0,
-            gathered=round(worst[1]),
-            activations=round(worst[0]),
-            moment=worst[2],
+        self.ends = [layout.entries(each.values())[0] for each in outside if each]
+        """Entries of table and head, which are gathered apart."""
+        sizes = [layout.entries(each.values())[0] for each in of_blocks]
+        units = cuts.together(sizes, cuts.UNIT_BYTES[costs.device] // costs.itemsize)
+        self.unit = max(sum(sizes[place] for place in each) for each in units)
+        """Entries of the largest unit of blocks, which are gathered together."""
+        self.computed, held = layout.entries(self.tensors.values())
+        """Entries that it computes with."""
+        every = self.computed - self.experts
+        if cuts.is_one_unit(every * costs.itemsize, costs.device, layout.parallelism):
+            self.unit, self.ends = every, [every]
+        own = [weight for name, weight in self.tensors.items() if name != "copy"]
+        average = layout.entries(own)[1] if layout.config.training.ema_decay else 0
+        self.weights, self.gradients = 4 * (held + average), 4 * held
+        """The first with their moving average, if the run keeps one."""
+        self.optimizer_state = sum(
+            placed(each, layout.degrees).held * each.state + 4 * (each.state > 0) for each in own
         )
+        activations, gathered, self.moment = max(self.moments(), key=lambda each: sum(each[:2]))
+        self.activations = round(activations)
+        """And temporary tensors, at the peak; and buffers for what other stages send."""
+        self.gathered = round(gathered)
+        """Weights and gradients of other ranks' shards, and their buffers, at the peak. On a rank
+        alone: the copies of weights that it computes with."""
+        working = max(self.activations + self.gathered, self.gradients)
+        self.peak = self.weights + self.optimizer_state + working
+        """All memory of the rank at the worst moment of a step."""
 
-    def moments(self, rank: int, parts: list[Stage]) -> Iterator[tuple[float, float, str]]:
+    def moments(self) -> Iterator[tuple[float, float, str]]:
         """Yield activations and gathered bytes at the moments that may be the worst."""
-        gathered, held = self.entries(each for part in parts for each in part.weights.values())
-        b, many, last = self.costs.itemsize, self.microbatches > 1, parts[-1]
-        whole = self.alone or self.parallelism.accumulate == "whole"
-        before = many * 4 * (gathered if whole else held)  # gradients of former microbatches
-        kept = self.mask + self.in_flight(rank, len(parts)) * sum(part.kept for part in parts)
-        loss, head = self.loss() if last.last else (0.0, 0)
-        again = max(part.again for part in parts) + head
-        if self.alone:
-            copies = b * gathered * (b < 4)
+        layout, (pp, _, dp_shard, cp, tp, ep) = self.layout, self.layout.degrees
+        b, every = layout.costs.itemsize, self.computed
+        many, shards = layout.microbatches[1] > 1, dp_shard * cp
+        alone = math.prod(layout.degrees[:5]) == 1 and not layout.parallelism.cpu_offload
+        whole = alone or layout.parallelism.accumulate == "whole"
+        before = many * (4 * every if whole else self.gradients)  # of former microbatches
+        kept, again = self.kept()
+        loss, head = self.loss() if self.last else (0.0, 0)
+        if alone:
+            copies = b * every * (b < 4)
             at_loss = at_block = before + copies
-            yield copies, before + copies + 4 * gathered, "the end of the backward pass"
+            yield copies, before + copies + 4 * every, "the end of the backward pass"
         else:
             # FSDP keeps the buffers of an exchange until another follows.
-            largest = max(size for part in parts for size in (part.unit, *part.ends))
-            buffer = many * (not whole) * 4 * largest
-            shards = self.degrees.dp_shard * self.degrees.cp
-            at_loss = at_block = before + buffer + b * gathered
-            if self.degrees.pp == 1 and self.parallelism.blocks_reshard(shards):
-                alone = shards * self.degrees.tp == self.degrees.ep  # whole experts stay
-                dealt = b * (sum(last.dealt) if alone else 2 * max(last.dealt))
-                at_loss = before + buffer + 2 * b * last.ends[-1] + alone * dealt
-                at_block = before + 2 * b * last.unit + dealt + 4 * last.ends[-1]
-        yield kept + again, at_block, "a block's backward pass"
+            buffer = many * (not whole) * 4 * max([self.unit, *self.ends])
+            at_loss = at_block = before + buffer + b * every
+            if pp == 1 and layout.parallelism.blocks_reshard(shards):
+                experts = b * self.experts * (shards * tp == ep)  # whole experts stay
+                at_loss = before + buffer + 2 * b * self.ends[-1] + experts
+                at_block = before + 2 * b * self.unit + 4 * self.ends[-1] + experts
+        yield kept + again + head, at_block, "a block's backward pass"
         yield kept + loss, at_loss, "the loss"
 
-    def in_flight(self, rank: int, places: int) -> float:
-        """Return of how many microbatches each of a rank's stages keeps what passed, on average.
+    def kept(self) -> tuple[float, float]:
+        """Return what passes keep, and what a block's backward pass makes again, or has in work."""
+        layout, costs, training = self.layout, self.layout.costs, self.layout.config.training
+        gathers = layout.degrees.cp if layout.parallelism.cp_method == "all-gather" else 1
+        how = layout.mode, layout.degrees.tp, gathers
+        of_token = [costs.kept(block, *how) for block in self.blocks]
+        kept = self.in_flight() * layout.tokens * sum(each for each, _ in of_token)
+        received = self.borders * layout.microbatches[1] * layout.hidden
+        kernel = has_kernel(costs.device, getattr(torch, training.dtype), costs.model.dropout)
+        masked = layout.config.data.separate_documents and not kernel  # a mask keeps them apart
+        mask = layout.microbatches[0] * training.seq_len**2 * costs.itemsize * masked
+        return kept + received + mask, layout.tokens * max(each for _, each in of_token)
+
+    def in_flight(self) -> float:
+        """Return of how many microbatches each stage keeps what passed, on average.
 
         Source: Narayanan et al. 2021, arXiv 2104.04473.
         """
-        ranks, every = self.degrees.pp, self.microbatches * places
-        if ranks == 1:
-            return 1
-        most = ranks - rank if places == 1 else 2 * (ranks - rank - 1) + (places - 1) * ranks + 1
-        return (every if self.parallelism.pp_schedule == "GPipe" else min(most, every)) / places
+        pp, places, every = self.layout.degrees.pp, len(self.stages), self.layout.microbatches[1]
+        if pp > 1 and self.layout.parallelism.pp_schedule == "GPipe":
+            return every
+        # One stage on each rank, or two of the interleaved schedule.
+        most = pp - self.rank if places == 1 else 3 * pp - 2 * self.rank - 1
+        return min(most / places, every)
+
+    def loss(self) -> tuple[float, int]:
+        """Return the bytes in work while the loss is computed, and of the head's gradient."""
+        layout, model, b = self.layout, self.layout.costs.model, self.layout.costs.itemsize
+        rows = model.vocab_rows // layout.degrees.tp  # of the head, on a rank
+        chunks = math.ceil(layout.tokens / cuts.chunk_tokens(layout.costs.device, rows))
+        # Beside logits their probabilities in float32, where the loss is not compiled, and what
+        # torch makes these from.
+        logit = b if layout.config.training.compile else b + 4 + 4 * (b < 4)
+        logits = math.ceil(layout.tokens / chunks) * rows * logit
+        head = rows * model.width
+        sums = head * (b if chunks == 1 else 4 + b * (b < 4))  # of chunks, in float32
+        return logits + sums + layout.tokens * 3 * model.width * b, head * b
