@@ -13,7 +13,7 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 51, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 33_690
+IN_ALL = 33_400
 OF_ROOMS = {
     "benchmark": 150,
     "checkpoint": 2_440,
@@ -24,7 +24,7 @@ OF_ROOMS = {
     "core": 1_660,
     "data": 2_940,
     "evaluation": 540,
-    "exchange": 2_090,
+    "exchange": 1_800,
     "models": 1_906,
     "optim": 5_191,
     "parallel": 2_940,
