@@ -31,7 +31,7 @@ from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.data.loader import Loader
 from torchmars.data.manifest import read_manifest
-from torchmars.data.mixture import MixedWindows
+from torchmars.data.windows import MixedWindows
 from torchmars.exchange.export import export
 from torchmars.exchange.saved_model import load_sharded_model, open_model
 from torchmars.models import build_meta_model

@@ -11,7 +11,7 @@ from torchmars.config.model import MODELS
 from torchmars.config.plugins import load_plugins
 from torchmars.config.source import KINDS
 from torchmars.core.errors import UserError
-from torchmars.data.reading import READERS
+from torchmars.data.corpus import READERS
 from torchmars.models import build_meta_model
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.model import Model

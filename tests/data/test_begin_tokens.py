@@ -11,10 +11,15 @@ from torchmars.core.errors import UserError
 from torchmars.data import windows as packing
 from torchmars.data.corpus import Sizes
 from torchmars.data.manifest import read_manifest
-from torchmars.data.mixture import Mixture, MixturePart
 from torchmars.data.prepare import prepare_shards, prepare_task
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.data.windows import PackedWindows, best_fit_windows, pack_shards
+from torchmars.data.windows import (
+    Mixture,
+    MixturePart,
+    PackedWindows,
+    best_fit_windows,
+    pack_shards,
+)
 from torchmars.models.documents import begins
 
 transformers = pytest.importorskip("transformers")

@@ -20,10 +20,9 @@ from torchmars.config import DataConfig
 from torchmars.core.errors import LoneMistake, UserError
 from torchmars.data import loader as loading
 from torchmars.data.loader import Loader, close_all, validation_batches
-from torchmars.data.mixture import MixedWindows
 from torchmars.data.order import Shares, places_of, shares_from_start, windows_of
 from torchmars.data.tokenizer import ByteTokenizer
-from torchmars.data.windows import Windows
+from torchmars.data.windows import MixedWindows, Windows
 
 T = 16
 

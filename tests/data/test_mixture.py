@@ -13,10 +13,9 @@ from tests.support.order import place_of_sample
 from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.data.loader import Loader, validation_batches
-from torchmars.data.mixture import MixedWindows
 from torchmars.data.order import Shares, shares_from_start
 from torchmars.data.tokenizer import ByteTokenizer
-from torchmars.data.windows import Windows
+from torchmars.data.windows import MixedWindows, Windows
 
 T = 16
 SAMPLES = 10_000

@@ -13,9 +13,8 @@ from torchmars.config import DataConfig
 from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.data import prepare
-from torchmars.data.corpus import Input, Sizes
+from torchmars.data.corpus import Input, Sizes, read_piece, row_groups
 from torchmars.data.manifest import read_manifest
-from torchmars.data.reading import read_piece, row_groups
 
 TEXTS = ["a fox", "é \u2028 \0", "", "the hill"]
 
@@ -127,7 +126,6 @@ def test_a_file_that_cannot_be_read_is_a_line_unless_it_is_a_small_part(tmp_path
     texts, [damaged] = prepared(tmp_path)
     assert texts == [*(text for text in TEXTS if text), *numbers.astype(str)]
     assert damaged[:2] == ("b.parquet", "row 1") and "it cannot be read (" in damaged[2]
-    assert f"it begins with {broken[:40]!r}" in damaged[2]
     if broken:
         (tmp_path / "c.parquet").unlink()
         with pytest.raises(

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tests.support.tiny import listen, metrics, tiny_config, tiny_tables, write_text
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import DataManifest, Split, read_manifest
-from torchmars.data.mixture import Mixture, MixturePart
+from torchmars.data.windows import Mixture, MixturePart
 from torchmars.training.preparation import prepare_data
 
 TEXTS = [f"  ä b {n}\n日本語 text" for n in range(99)]

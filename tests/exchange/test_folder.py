@@ -35,10 +35,9 @@ from torchmars.config import (
 from torchmars.config.load import config_from_tables
 from torchmars.core.errors import UserError
 from torchmars.data.manifest import read_manifest
-from torchmars.data.mixture import MixedWindows
 from torchmars.data.order import Shares, places_of
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.data.windows import Windows
+from torchmars.data.windows import MixedWindows, Windows
 from torchmars.evaluation.sampling import Draw, predict_with_cache, sample
 from torchmars.exchange.export import export as export_models
 from torchmars.exchange.families import to_config

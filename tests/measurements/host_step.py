@@ -36,9 +36,8 @@ from tests.support.layouts import simulated_layout
 from tests.support.shards import write_shards
 from torchmars.config import DataConfig, model_config
 from torchmars.data.loader import Loader, close_all
-from torchmars.data.mixture import MixedWindows
 from torchmars.data.tokenizer import ByteTokenizer
-from torchmars.data.windows import Windows
+from torchmars.data.windows import MixedWindows, Windows
 from torchmars.optim import mars
 from torchmars.optim.matrices import agreement, exchange, owners
 from torchmars.parallel import cuts, fsdp, graphs

@@ -8,8 +8,8 @@ import numpy as np
 from torchmars.config import DataConfig
 from torchmars.data.documents import Encoded
 from torchmars.data.manifest import SPLITS, DataManifest, make_manifest, write_manifest
+from torchmars.data.prepare import PieceWriter
 from torchmars.data.tokenizer import Tokenizer, smallest_dtype
-from torchmars.data.writer import PieceWriter
 
 
 def write_shards(

@@ -12,7 +12,7 @@ STORE = re.compile(r"[a-z][a-z0-9+.-]*:(?=/)", re.IGNORECASE)  # begins the name
 
 @dataclass(frozen=True)
 class SourceKind:
-    """A kind of sources. Readers are in data/reading.py and data/foreign.py."""
+    """A kind of sources. Readers are in data/corpus.py and data/foreign.py."""
 
     parts: tuple[str, ...] = ()
     """The text that may follow its name. A glob may hold colons where it is the last one."""

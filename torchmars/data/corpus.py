@@ -1,27 +1,63 @@
-"""The corpus: which files a source means, in a fixed order, and what is read of each."""
+"""The corpus: its files in a fixed order, the pieces that they are cut into, and their records.
 
+One process reads, so it does no more than it must: it decompresses, and finds where lines,
+documents and rows end. `documents` handles their contents.
+"""
+
+import bz2
 import contextlib
+import functools
 import glob
+import gzip
+import io
+import lzma
 import os
+import re
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import seek_delimiter
 
 from torchmars.config import DataConfig
-from torchmars.config.source import COMPRESSED, KINDS, parse_source
+from torchmars.config.source import COMPRESSED, KINDS, DataSource, parse_source
 from torchmars.core.console import say
-from torchmars.core.errors import UserError
-from torchmars.core.files import sha256
+from torchmars.core.errors import UserError, file_errors, needs_package
+from torchmars.core.files import LFS, sha256
 from torchmars.core.places import place
 from torchmars.core.words import counted
+from torchmars.data.documents import (
+    LostFile,
+    Numbered,
+    Record,
+    TextPart,
+    documents_of,
+    lines_of,
+)
 from torchmars.storage import storage_of
 from torchmars.storage.objects import reading, store_of
 
-HIDDEN = "."  # begins names that no folder and no glob means
+PIECES = 2048  # about how many pieces a large corpus has
+LOOKS = 8  # files that are looked at side by side: stores answer late
+CHUNK = 2**18  # bytes read at once
+DEEPEST = 3  # packings within each other
+Records = Iterator[tuple[int, Record]]  # each with the number of its first line, or its row
+AGAIN = "start again when it can be read; what is done is kept"
+ROWS = 256  # read at once of a Parquet file
+NO_FILE: Any = contextlib.nullcontext()
+TEXT = (["string"], ["large_string"])  # Arrow's types of a column
+# What ends before a range. Other forms of these lines end documents too.
+BORDERS = {"jsonl": b"\n", "text": b"\n<|endoftext|>\n"}
+OPENERS: dict[str, Callable[[Any], Any]] = {"gzip": gzip.open, "xz": lzma.open, "bz2": bz2.open}
+MAGIC = re.compile(
+    rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
+    rb"|(?P<xz>\xfd7zXZ\0)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))"
+)
 
 
 @dataclass(frozen=True)
@@ -82,19 +118,14 @@ def matching_files(
     """Return the files that a path, a folder or a glob names, sorted, on a disk or in a store.
 
     A folder gives the files below it whose names end as the kind of source has it, and a line says
-    which others lie there. Hidden names are left out unless the pattern asks for them. Raises
-    `UserError`, which names the `option`, for none.
+    which others lie there. A folder and a glob mean no hidden names. Raises `UserError`, which
+    names the `option`, for none.
     """
     path = place(os.path.expanduser(pattern), option, pattern=True)
     wild = (number for number, part in enumerate(path.parts) if glob.has_magic(part))
     begin, ends = next(wild, len(path.parts)), KINDS[kind].suffixes
-
-    def is_hidden(file: PurePath) -> bool:
-        return any(part.startswith(HIDDEN) for part in file.parts[begin:])
-
     found, is_folder = named_files(path)
-    if not is_hidden(path):
-        found = [file for file in found if not is_hidden(file)]
+    found = [file for file in found if not any(part[0] == "." for part in file.parts[begin:])]
     others: list[PurePath] = []
     if is_folder:
         packed = [end + more for end in ends for more in COMPRESSED if KINDS[kind].plain]
@@ -162,3 +193,259 @@ def _stdlib_files() -> list[Path]:
         if not skipped.intersection(file.relative_to(root).parts):
             files.setdefault(sha256(file), file)
     return list(files.values())
+
+
+def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> list[Piece]:
+    """Return the pieces of a corpus whose files have so many bytes.
+
+    They depend on the corpus alone: consecutive files make one piece up to its size, and a larger
+    one is cut where its kind allows it. Raises `UserError`.
+    """
+    if source.kind == "hf":
+        count = load_dataset(source).num_shards
+        return [[Input(source.dataset, 1, number, count)] for number in range(count)]
+    size = max(sizes.piece, sum(files.values()) // PIECES)
+
+    def cut(name: str) -> list[Input]:
+        whole = Input(name, files[name])
+        with file_errors(f"cannot read {name} of the corpus", AGAIN):
+            if source.kind == "parquet":
+                return row_groups(whole, source.field, size)
+            return text_ranges(whole, source.kind, size) if KINDS[source.kind].plain else [whole]
+
+    pieces: list[Piece] = []
+    room = 0
+    with ThreadPoolExecutor(LOOKS) as threads:
+        for inputs in threads.map(cut, files):
+            if pieces and len(inputs) == 1 and inputs[0].size <= room:
+                pieces[-1] += inputs
+                room -= inputs[0].size
+            else:
+                pieces += [[each] for each in inputs]
+                room = size - inputs[0].size if len(inputs) == 1 else 0
+    return pieces
+
+
+def text_ranges(whole: Input, kind: str, size: int) -> list[Input]:
+    """Return ranges of a file, of at least `size` bytes if it is plain; all of it if not.
+
+    Each begins where a line of JSON or a document does. Raises `OSError`.
+    """
+    if whole.size <= size:
+        return [whole]
+    with open_place(whole.name) as stream:
+        if MAGIC.match(stream.read(16)):
+            return [whole]
+        # Past its buffer, which has many megabytes of a store.
+        raw, cuts = stream.raw, [0]
+        while cuts[-1] + size < whole.size:
+            raw.seek(cuts[-1] + size)
+            seek_delimiter(raw, BORDERS.get(kind, BORDERS["text"]), CHUNK)  # or to the end
+            cuts.append(raw.tell())
+    ends = sorted({*cuts, whole.size})
+    return [Input(whole.name, end - begin, begin, end) for begin, end in pairwise(ends)]
+
+
+def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[list[TextPart]]:
+    """Yield the blocks of a piece: parts that are tokenised at once. Raises `UserError`."""
+    reader = READERS[source.kind]
+    of_lines = reader is text_records
+    block: list[TextPart] = []
+    size = 0
+    for each in piece:
+        after = f"after byte {each.begin}, " if of_lines and each.begin else ""
+        what = each.name, f"{after}{'line' if of_lines else 'row'}"
+        part, seen = TextPart(*what), 0
+        block.append(part)
+        told = file_errors(f"cannot read {each.name} of the corpus", AGAIN)
+        with told, open_place(each.name) if source.kind != "hf" else NO_FILE as stream:
+            for number, record in told_at_end(reader(stream, each, source, sizes)):
+                part.records.append((number, record))
+                size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
+                if size >= sizes.block:
+                    if of_lines and not stream.closed:  # as Arrow leaves it
+                        part.read = stream.tell() - each.begin - seen
+                    seen += part.read
+                    yield block
+                    part = TextPart(*what)
+                    block, size = [part], 0
+        part.read = each.size - seen
+    if block:
+        yield block
+
+
+def told_at_end(records: Records) -> Records:
+    """Yield records, and last why a file cannot be read to its end. Raises as `lost_file`."""
+    number = 0
+    try:
+        for number, record in records:
+            yield number, record
+    except Exception as error:
+        yield number + 1, lost_file(error)
+
+
+def lost_file(error: Exception) -> LostFile:
+    """Return the damage of a file of which any library has raised this.
+
+    Raises an `OSError` of the disk, and `UserError`, which are none of the file.
+    """
+    if isinstance(error, UserError) or isinstance(error, OSError) and error.errno is not None:
+        raise error
+    if isinstance(error, LostFile):
+        return error
+    return LostFile(f"from here on it cannot be read ({type(error).__name__}: {error})")
+
+
+def text_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
+    """Yield the documents of a file of text, or the lines of one of JSON, or of a range of it."""
+    blocks = line_blocks(stream, each, sizes.document)
+    return lines_of(blocks) if source.kind == "jsonl" else documents_of(blocks, sizes.document)
+
+
+def line_blocks(stream: Any, each: Input, longest: int) -> Iterator[Numbered]:
+    """Yield whole lines, many at once. One of more than `longest` bytes may be cut above that."""
+    number, rest, skipping, left = 1, b"", False, 2**62
+    text = unpacked(stream, each.name) if each.end is None else stream
+    if each.end is not None:
+        stream.seek(each.begin)
+        left = each.end - each.begin
+    while chunk := text.read1(min(CHUNK, left)):
+        left -= len(chunk)
+        if skipping:
+            _, newline, chunk = chunk.partition(b"\n")
+            skipping = not newline
+        lines, newline, rest = (rest + chunk).rpartition(b"\n")
+        if newline:
+            yield number, lines + newline
+            number += lines.count(b"\n") + 1
+        if len(rest) > longest:
+            yield number, rest + b"\n"
+            number, rest, skipping = number + 1, b"", True
+    if rest:
+        yield number, rest
+
+
+def unpacked(stream: Any, name: str) -> Any:
+    """Return a stream of what a file holds, whatever it is compressed by.
+
+    Its first bytes tell, not its name. Raises `LostFile`, and what its library raises of damage.
+    """
+    for _ in range(DEEPEST + 1):
+        start = stream.peek(100)
+        if start.startswith(LFS):
+            raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")
+        if not (found := MAGIC.match(start)):
+            return stream
+        if found.lastgroup == "zstd":
+            with needs_package("pyarrow", f"reading {name}"):
+                import pyarrow
+            # Unlike the package zstandard it tells of a frame that is cut short.
+            stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"), CHUNK)
+        else:
+            stream = OPENERS[str(found.lastgroup)](stream)
+    raise LostFile(f"it is packed more than {DEEPEST} times")
+
+
+def open_table(stream: Any, name: str, field: str) -> Any:
+    """Open a Parquet file. Raises `UserError` if it has not one column of text of this name."""
+    with needs_package("pyarrow", f"reading {name}"):
+        import pyarrow.parquet
+    # pre_buffer would hold all row groups in memory.
+    table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20)
+    kinds = [str(each.type) for each in table.schema_arrow if each.name == field]
+    if kinds not in TEXT:
+        has = f"the column {field!r} is {' and '.join(kinds)}" if kinds else f"no column {field!r}"
+        raise UserError(
+            f"data.source: {name} has no text there ({has}): name a column of strings among "
+            f"{', '.join(table.schema_arrow.names)} (parquet:GLOB:FIELD)"
+        )
+    return table
+
+
+def row_groups(whole: Input, field: str, size: int) -> list[Input]:
+    """Return a Parquet file as runs of row groups, of about `size` bytes. Raises as `open_table`.
+
+    A file that cannot be read is left to whoever reads its rows.
+    """
+    try:
+        with open_place(whole.name) as stream:
+            groups = open_table(stream, whole.name, field).num_row_groups
+    except Exception as error:
+        lost_file(error)
+        return [whole]
+    runs = max(1, min(groups, whole.size // size))
+    return [
+        Input(whole.name, whole.size // runs, groups * run // runs, groups * (run + 1) // runs)
+        for run in range(runs)
+    ]
+
+
+def parquet_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
+    """Yield the rows of a Parquet file, or of some of its row groups."""
+    table = open_table(stream, each.name, source.field)
+    import pyarrow
+
+    groups = range(each.begin, table.num_row_groups if each.end is None else each.end)
+    number = 1 + sum(table.metadata.row_group(n).num_rows for n in range(groups.start))
+    for batch in table.iter_batches(ROWS, row_groups=[*groups], columns=[source.field]):
+        column = batch.column(batch.schema.get_field_index(source.field))
+        # As bytes, so that a value that is not UTF-8 is one damaged record.
+        for value in column.cast(pyarrow.large_binary()).to_pylist():
+            yield number, value
+            number += 1
+
+
+@functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard
+def load_dataset(source: DataSource) -> Any:
+    """Return a data set of Hugging Face, streamed, from the hub or a local folder.
+
+    NAME@REVISION names a revision of one of the hub. Raises `UserError`.
+    """
+    with needs_package("datasets", "a source of Hugging Face"):
+        import datasets
+    name, _, revision = source.dataset.partition("@")
+    if os.path.exists(source.dataset):
+        name, revision = source.dataset, ""
+    options: dict[str, Any] = {"revision": revision or None, "streaming": True}
+    try:
+        data = datasets.load_dataset(name, source.config or None, split=source.split, **options)
+    except Exception as error:  # whatever its loader, its network or its files have raised
+        raise UserError(
+            f"data.source: cannot open the data set {source.dataset} ({type(error).__name__}: "
+            f"{error}): check its name, config and split, and the network; for one that needs a "
+            f"loading script, name a revision without one, as hf:{name}@refs/convert/parquet"
+        ) from None
+    columns = data.column_names  # not known of all data sets
+    if columns and source.field not in columns:
+        raise UserError(
+            f"data.source: the data set {source.dataset} has no field {source.field!r}: name one "
+            f"of {', '.join(columns)} (hf:DATASET:CONFIG:SPLIT:FIELD)"
+        )
+    return data
+
+
+def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes) -> Records:
+    """Yield the rows of a shard of a data set of Hugging Face.
+
+    Raises `UserError` for whatever its files or its network raise.
+    """
+    data = load_dataset(source)
+    try:
+        for number, row in enumerate(data.shard(num_shards=shard.end, index=shard.begin), start=1):
+            value = row.get(source.field)
+            yield number, value if isinstance(value, (bytes, str)) else None
+    except Exception as error:
+        raise UserError(
+            f"cannot read shard {shard.begin} of the data set {shard.name} "
+            f"({type(error).__name__}: {error}): start again to continue; what is done is kept"
+        ) from None
+
+
+# By the kind of a source: from the stream of an input to its records.
+READERS: dict[str, Callable[[Any, Input, DataSource, Sizes], Records]] = {
+    "stdlib": text_records,
+    "text": text_records,
+    "jsonl": text_records,
+    "parquet": parquet_records,
+    "hf": dataset_records,
+}

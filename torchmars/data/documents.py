@@ -135,8 +135,6 @@ def decode(content: bytes) -> str:
         wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
         name = "UTF-16" if wide else "LATIN1"
         remedy = f"if it is {name}, convert it by iconv -f {name} -t UTF-8"
-        if "unexpected end" in error.reason and not wide:
-            remedy = "its last letter is cut: cut texts at the ends of lines"
         raise Damage(f"it is not UTF-8 (byte {error.start} of it): {remedy}") from None
 
 
@@ -155,16 +153,12 @@ def field_of(line: str, name: str) -> str:
     raise Damage(f"it has no text in its field {name!r}{known}")
 
 
-Numbered = tuple[int, bytes | Damage]
-"""A line, some lines or a document, and the number of its first line."""
+Numbered = tuple[int, bytes]  # a line, some lines or a document, and the number of its first line
 
 
 def lines_of(blocks: Iterable[Numbered]) -> Iterator[Numbered]:
     """Yield the lines that are not blank of blocks of whole lines."""
     for number, block in blocks:
-        if isinstance(block, Damage):
-            yield number, block
-            continue
         for at, line in enumerate(io.BytesIO(block), number):
             if line.strip():
                 yield at, line.removesuffix(b"\n")
@@ -173,28 +167,23 @@ def lines_of(blocks: Iterable[Numbered]) -> Iterator[Numbered]:
 def documents_of(blocks: Iterable[Numbered], longest: int) -> Iterator[Numbered]:
     """Yield the documents of blocks of whole lines, which end at the lines of `SEPARATOR`.
 
-    One of more than `longest` bytes is cut at line ends into several. A line beyond that is damage.
+    One of more than `longest` bytes is cut at line ends into several. A line beyond that is alone.
     """
     document, begin = bytearray(), 0
     for number, block in blocks:
-        lines: Iterable[bytes | Damage] = [block]
-        if isinstance(block, bytes) and len(document) + len(block) > longest:
-            lines = io.BytesIO(block)
-        elif isinstance(block, bytes) and SEPARATOR in block:
-            lines = around_separators(block)
-        for line in lines:
-            text = line if isinstance(line, bytes) else b""
-            damage = too_long(longest) if len(text) > longest else None
-            damage = line if isinstance(line, Damage) else damage
-            ends = damage is not None or text.strip() == SEPARATOR
-            if document and (ends or len(document) + len(text) > longest):
+        for text in around_separators(block):
+            begin = begin if document else number
+            number += text.count(b"\n")
+            ends = text.strip() == SEPARATOR
+            if document and ends:
                 yield begin, bytes(document)
                 document.clear()
-            begin = begin if document else number
-            if damage:
-                yield number, damage
             document += b"" if ends else text
-            number += text.count(b"\n") or 1
+            while len(document) > longest:
+                line_end = document.rfind(b"\n", 0, longest) + 1 or document.find(b"\n") + 1
+                yield begin, bytes(document[: line_end or None])
+                begin += document.count(b"\n", 0, line_end)
+                del document[: line_end or None]
     if document:
         yield begin, bytes(document)
 
@@ -209,8 +198,3 @@ def around_separators(block: bytes) -> Iterator[bytes]:
         begin = last
     if rest := block[begin:]:
         yield rest
-
-
-def too_long(longest: int) -> Damage:
-    """Return the damage of a line that is longer than a document may be."""
-    return Damage(f"its line is longer than {longest:,} bytes")

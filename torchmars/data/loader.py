@@ -14,8 +14,8 @@ from torchdata.nodes import BaseNode, Prefetcher
 from torchmars.cluster import process
 from torchmars.core.device import is_gpu, use
 from torchmars.core.errors import LoneMistake, UserError
-from torchmars.data.mixture import MixedWindows
 from torchmars.data.order import Place, Shares, rank_places, shares_from_start
+from torchmars.data.windows import MixedWindows
 
 
 class Microbatches(BaseNode[Tensor | BaseException]):

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -205,7 +205,7 @@ def check_shard(shard: Shard, dtype: TokenDtype, folder: Path, level: Level = "f
     try:
         if (size := path.stat().st_size) < end:
             wrong = f"has {size} bytes, its manifest says at least {end}"
-        elif level == "full" and read_shard(shard, dtype, folder)[0] != shard:
+        elif level == "full" and read_shard(shard, dtype, folder).shards != [shard]:
             wrong = "was altered (its SHA-256 is not the manifest's)"
     except OSError as error:
         wrong = f"cannot be read ({error.strerror})"
@@ -213,21 +213,20 @@ def check_shard(shard: Shard, dtype: TokenDtype, folder: Path, level: Level = "f
         raise UserError(f"the shard {path} {wrong}: {REMEDY.format(folder)}")
 
 
-def read_shard(
-    shard: Shard, dtype: TokenDtype, folder: Path, token: int = -1
-) -> tuple[Shard, int, int]:
-    """Return a shard with its SHA-256, its largest token, and how often it has another token.
+def read_shard(shard: Shard, dtype: TokenDtype, folder: Path, ends: int = -1) -> Split:
+    """Return a shard with its SHA-256 and its largest token; the token `ends` ends its documents.
 
     Raises `OSError`.
     """
-    digest, largest, count, kind = hashlib.sha256(), 0, 0, numpy_dtype(dtype)
+    digest, found, kind = hashlib.sha256(), Split(shard.tokens), numpy_dtype(dtype)
     end = shard.offset + shard.tokens * kind.itemsize
     for chunk in read_chunks(folder / shard.file, shard.offset, end):
         digest.update(chunk)
         tokens = np.frombuffer(chunk, kind, len(chunk) // kind.itemsize)
-        largest = max(largest, int(tokens.max(initial=0)))
-        count += int(np.count_nonzero(tokens == token))
-    return Shard(shard.file, shard.tokens, digest.hexdigest(), shard.offset), largest, count
+        found.max_token = max(found.max_token, int(tokens.max(initial=0)))
+        found.documents += int(np.count_nonzero(tokens == ends))
+    found.shards = [replace(shard, sha256=digest.hexdigest())]
+    return found
 
 
 def cut_end(
@@ -259,20 +258,13 @@ def read_split(
     split = Split()
     with ThreadPoolExecutor() as pool:  # hashing and counting release the interpreter lock
         read = pool.map(lambda each: read_shard(each, dtype, folder, tokenizer.end_of_text), shards)
-        for shard, largest, documents in read:
-            if largest >= tokenizer.vocab_size:
+        for each in read:
+            if each.max_token >= tokenizer.vocab_size:
                 raise UserError(
-                    f"{shard.file} has token id {largest}, beyond the {tokenizer.vocab_size} of "
-                    f'data.tokenizer = "{tokenizer.name}": set the one that they were made with'
+                    f"{each.shards[0].file} has token id {each.max_token}, beyond the "
+                    f'{tokenizer.vocab_size} of data.tokenizer = "{tokenizer.name}": set the one '
+                    "that they were made with"
                 )
-            split.add(Split(shard.tokens, documents, 0, largest, [shard]))
-            done(shard.tokens)
+            split.add(each)
+            done(each.tokens)
     return split
-
-
-def count_windows(tokens: int, seq_len: int) -> int:
-    """Return how many windows `tokens` tokens give.
-
-    A window has `seq_len` inputs, each with the next token as its target.
-    """
-    return max(0, tokens - 1) // seq_len

@@ -131,7 +131,7 @@ class ByteTokenizer(BytePairTokenizer):
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        with package_errors("bytes cannot encode a text", Unencodable):
+        with package_errors("bytes cannot encode a text"):
             encoded = [text.encode() for text in texts]
         return [np.frombuffer(each, dtype=np.uint8).astype(np.uint16) for each in encoded]
 
@@ -177,7 +177,7 @@ class TiktokenTokenizer(BytePairTokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
-        with package_errors(f"{self.name} cannot encode a text", Unencodable):
+        with package_errors(f"{self.name} cannot encode a text"):
             return [self._encode(text).astype(dtype) for text in texts]
 
     def _encode(self, text: str) -> np.ndarray:
@@ -278,16 +278,10 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def ends_of_model(self) -> list[int]:
-        """The ids that end a text by what the model says that lies beside the file; mostly none.
-
-        Raises `UserError` for a file that names no token ids.
-        """
+        """The ids that end a text by what the model says that lies beside the file; mostly none."""
         for name in NAMING_ENDS:
             found = self.table(name).get("eos_token_id")
             ends = found if isinstance(found, list) else [] if found is None else [found]
-            if not all(type(number) is int and number >= 0 for number in ends):
-                file = self.path.with_name(name)
-                raise UserError(f"{file}: eos_token_id is {found!r}, no token id: correct it")
             if ends:
                 return ends
         return []
@@ -302,12 +296,10 @@ class FileTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = smallest_dtype(self.vocab_size)
-        # Not its encode_batch, which takes all cores.
-        return [np.array(self._encode(text).ids, dtype=dtype) for text in texts]
-
-    def _encode(self, text: str) -> "tokenizers.Encoding":
-        with package_errors(f"{self.path} cannot encode a text", Unencodable):
-            return self._tokenizer.encode(text, add_special_tokens=False)
+        with package_errors(f"{self.path} cannot encode a text"):
+            # Not its encode_batch, which takes all cores.
+            found = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [np.array(each.ids, dtype=dtype) for each in found]
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -373,8 +365,8 @@ def find_tokenizer(name: str) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def package_errors(what: str, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Raise an error of a `kind`, which says `what`, where a tokenizer's package gives up.
+def package_errors(what: str) -> Iterator[None]:
+    """Raise `Unencodable`, which says `what`, where a tokenizer's package gives up.
 
     The packages raise anything, and for a panic of Rust not even an `Exception`.
     """
@@ -384,7 +376,7 @@ def package_errors(what: str, kind: type[UserError] = UserError) -> Iterator[Non
         panic = type(error).__name__ == "PanicException"
         if isinstance(error, UserError) or not isinstance(error, Exception) and not panic:
             raise
-        raise kind(f"data.tokenizer: {what} ({error})") from None
+        raise Unencodable(f"data.tokenizer: {what} ({error})") from None
 
 
 def smallest_dtype(vocab_size: int) -> TokenDtype:

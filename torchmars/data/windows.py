@@ -1,4 +1,6 @@
-"""The windows of a split: how a sample is defined and read, as a stream or by best-fit packing.
+"""The windows of a run: how a sample is defined and read, as a stream or by best-fit packing.
+
+A run has one corpus, or several with weights.
 
 Best-fit packing fills windows with documents that fit, so that few documents are cut.
 
@@ -17,32 +19,40 @@ shard's SHA-256, of int64, little-endian: for each window the number of its firs
 number of all spans; then, for each span, its first token in the shard, and how many inputs it has.
 """
 
+import hashlib
+import io
+import math
 import os
-import socket
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from torchmars.config.data import Packing
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, write_durably
 from torchmars.data.manifest import (
     REMEDY,
     SPLITS,
     DataManifest,
+    Level,
     Shard,
     Split,
     TokenDtype,
     check_shard,
-    count_windows,
+    check_shards,
     numpy_dtype,
 )
+from torchmars.data.order import Place, shares_from_start
 from torchmars.models.documents import begins
 
 # The order of windows follows from it, so whatever changes them makes another method.
@@ -50,6 +60,7 @@ METHOD = "best_fit"
 REMOVE = "remove it and start the run again"
 NUMBER = np.dtype("<i8")
 CHUNK = 2**24  # tokens that are searched for documents at once
+SplitName = Literal["train", "validation"]
 Span = tuple[int, int]  # the first of some inputs in a shard, and how many there are
 
 
@@ -64,7 +75,7 @@ class ReadFile:
         """Return `size` bytes from `begin` on. Raises `UserError` with file, place and remedy."""
         try:
             file = opened(self)  # stays open in the read, while another thread opens others
-            data = os.pread(file.number, size, begin)
+            data = os.pread(file.fileno(), size, begin)
             if len(data) == size:
                 return data
             reason = "it is cut short"
@@ -73,20 +84,10 @@ class ReadFile:
         raise UserError(f"{self.path} cannot be read at byte {begin} ({reason}): {self.remedy}")
 
 
-@dataclass(frozen=True)
-class Descriptor:
-    """An open file, until nothing refers to this."""
-
-    number: int
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may end before this
-        close(self.number)
-
-
 @lru_cache(maxsize=256)  # of all corpora: a process may have 1,024 by default
-def opened(file: ReadFile) -> Descriptor:
+def opened(file: ReadFile) -> io.FileIO:
     """Return the open file, which stays open until so many others have been read after it."""
-    return Descriptor(os.open(file.path, os.O_RDONLY))
+    return io.FileIO(file.path)
 
 
 class Windows:
@@ -104,7 +105,7 @@ class Windows:
         self.starts = list(accumulate((shard.tokens for shard in split.shards), initial=0))
 
     def __len__(self) -> int:
-        return count_windows(self.starts[-1], self.seq_len)
+        return max(0, self.starts[-1] - 1) // self.seq_len
 
     def __getitem__(self, window: int) -> np.ndarray:
         """Return token ids [T + 1] in the shards' dtype. Raises `UserError` of a failed read."""
@@ -136,7 +137,7 @@ class PackedWindows(Windows):
         self.packings = [
             ReadFile(packing_file(folder, shard, seq_len), REMOVE) for shard in split.shards
         ]
-        counts = (count_windows(shard.tokens, seq_len) for shard in split.shards)
+        counts = ((shard.tokens - 1) // seq_len for shard in split.shards)
         self.firsts = list(accumulate(counts, initial=0))
 
     def __len__(self) -> int:
@@ -147,12 +148,7 @@ class PackedWindows(Windows):
         shard = bisect_right(self.firsts, window) - 1
         first, last = self.firsts[shard : shard + 2]
         begin, end = self._numbers(shard, window - first, 2)
-        good, numbers = 0 <= begin < end <= begin + self.seq_len, []
-        if good:
-            numbers = self._numbers(shard, last - first + 1 + 2 * begin, 2 * (end - begin))
-            good = min(numbers) >= 0 and sum(numbers[1::2]) == self.seq_len
-        if not good:
-            raise UserError(f"{self.packings[shard].path} is damaged: {REMOVE}")
+        numbers = self._numbers(shard, last - first + 1 + 2 * begin, 2 * (end - begin))
         spans = [(start, start + size) for start, size in zip(numbers[::2], numbers[1::2])]
         spans[-1] = spans[-1][0], spans[-1][1] + 1  # the last target
         return self.read(shard, *spans)
@@ -184,9 +180,8 @@ def pack_shards(folder: Path, manifest: DataManifest, seq_len: int) -> None:
             "training.seq_len",
         ):
             file.parent.mkdir(exist_ok=True)
-            # Other machines may write the same one.
-            suffix = f".{socket.gethostname()}-{os.getpid()}{PARTIAL}"
-            write_durably(file, content, suffix)
+            # Other processes may write the same one.
+            write_durably(file, content, f".{os.urandom(8).hex()}{PARTIAL}")
 
 
 def packing_file(folder: Path, shard: Shard, seq_len: int) -> Path:
@@ -312,3 +307,132 @@ class WholeDocuments:
     def _toggle(self, length: int) -> None:
         self.present ^= 1 << length
         self.mirrored ^= 1 << (self.seq_len - length)
+
+
+class MixedWindows:
+    """The windows of a split of all parts."""
+
+    def __init__(self, parts: Sequence[Windows]) -> None:
+        self.parts, self.seq_len = parts, parts[0].seq_len
+        self.lengths = [len(windows) for windows in parts]
+
+    def batch(self, places: Sequence[Place], pinned: bool = False) -> Tensor:
+        """Return token ids [m, T + 1], int64, of windows by part and number.
+
+        `pinned`: in memory that a GPU copies from by itself. Raises `UserError` of a failed read.
+        """
+        shape = len(places), self.seq_len + 1
+        tokens = torch.empty(shape, dtype=torch.int64, pin_memory=pinned)
+        for row, (part, window) in zip(tokens.numpy(), places):
+            row[:] = self.parts[part][window]
+        return tokens
+
+
+@dataclass
+class MixturePart:
+    """One corpus of a run."""
+
+    name: str
+    folder: Path
+    """Where its manifest is."""
+    weight: float
+    manifest: DataManifest
+
+
+@dataclass
+class Mixture:
+    """The corpora of a run, prepared. Most runs have one."""
+
+    parts: list[MixturePart]
+    packing: Packing = "stream"
+    """How windows are filled, as data.packing says."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The vocabulary of the tokenizer, which all parts share."""
+        return self.parts[0].manifest.vocab_size
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """The SHA-256 of the file of that tokenizer; None for one that has a name."""
+        return self.parts[0].manifest.tokenizer_sha256
+
+    @property
+    def weights(self) -> list[float]:
+        """The weight of each part."""
+        return [part.weight for part in self.parts]
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each part in a report; nothing if there is only one."""
+        return [part.name for part in self.parts] if len(self.parts) > 1 else []
+
+    def bits_per_byte(self, split: SplitName, loss: float, shares: Sequence[float]) -> float:
+        """Return a loss, in nats per token, in bits per byte of text.
+
+        It is over tokens of a split of each part, in these shares, which need not add up to 1.
+        A token has the bytes of the mean token of its part's split. NaN where a part does not know
+        them.
+        """
+        size = 0.0
+        for part, share in zip(self.parts, shares):
+            if share:
+                found = part.manifest.splits[split]
+                size += share * (found.text_bytes or math.nan) / found.tokens
+        return loss / math.log(2) * sum(shares) / size
+
+    def fingerprint(self) -> str:
+        """Return a hash of the training tokens of all parts, and of their order."""
+        prints = [part.manifest.fingerprint() for part in self.parts]
+        if len(prints) == 1:
+            return prints[0]
+        return hashlib.sha256("".join(prints).encode()).hexdigest()
+
+    def check(self, rows: int, seq_len: int, global_batch_size: int) -> None:
+        """Raise `UserError` for a part that a run cannot read.
+
+        That is one with tokens beyond a token table of `rows` rows, or with too few windows: the
+        training split needs one for each sample that it gives to a global batch, validation one.
+        """
+        samples = shares_from_start(self.weights).counts(global_batch_size)
+        for part, count in zip(self.parts, samples):
+            splits, least = part.manifest.splits, max(count, 1)
+            largest = max(split.max_token for split in splits.values())
+            if largest >= rows:
+                raise UserError(
+                    f"{part.folder} has token id {largest}, beyond model.vocab_size = {rows}: set "
+                    f"model.vocab_size to at least {part.manifest.vocab_size}, or leave it out"
+                )
+            for name, needed, remedy in (
+                ("train", least, "lower training.global_batch_size"),
+                ("validation", 1, "prepare it again with a higher data.validation_fraction"),
+            ):
+                if len(self._windows(part, name, seq_len)) < needed:
+                    raise UserError(
+                        f"the {name} split of {part.folder} is too small: {splits[name].tokens:,} "
+                        f"tokens, and a step needs {needed} x {seq_len}: add text, lower "
+                        f"training.seq_len, or {remedy}"
+                    )
+
+    def pack(self, seq_len: int) -> None:
+        """Pack the shards of all parts, if they are to be packed. Raises `UserError`."""
+        if self.packing == METHOD:
+            for part in self.parts:
+                pack_shards(part.folder, part.manifest, seq_len)
+
+    def verify(self, level: Level, rank: int = 0, ranks: int = 1) -> None:
+        """Raise `UserError` naming the first shard that is missing, truncated or altered.
+
+        Each of several `ranks` checks some of them.
+        """
+        for part in self.parts:
+            check_shards(part.manifest, part.folder, rank, ranks, level)
+
+    def windows(self, split: SplitName, seq_len: int) -> MixedWindows:
+        """Open the windows of a split of all parts."""
+        return MixedWindows([self._windows(part, split, seq_len) for part in self.parts])
+
+    def _windows(self, part: MixturePart, split: str, seq_len: int) -> Windows:
+        """Return the windows of a split of a part, of which nothing is read yet."""
+        kind = PackedWindows if self.packing == METHOD else Windows
+        return kind(part.folder, part.manifest.splits[split], part.manifest.dtype, seq_len)

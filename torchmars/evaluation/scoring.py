@@ -118,7 +118,7 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     for file in matching_files(pattern, "text", "--text", scorer.layout.say):
         try:
             for _, content in documents_of([(1, read_bytes(file))], 2**30):
-                text = decode(content) if isinstance(content, bytes) else ""
+                text = decode(content)
                 [tokens] = tokenizer.encode_batch([text if text.strip() else ""])
                 windows += windows_after(opening, tokens.tolist(), scorer.seq_len)
                 size += len(text.encode())

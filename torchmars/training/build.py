@@ -15,8 +15,8 @@ from torchmars.config import ResolvedConfig, TrainingConfig
 from torchmars.config.ranks import resolve_compile, resolve_dtypes
 from torchmars.core.device import DETERMINISTIC, add_up_in_float32
 from torchmars.data.loader import Loader
-from torchmars.data.mixture import MixedWindows
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
+from torchmars.data.windows import MixedWindows
 from torchmars.evaluation.scoring import Scorer
 from torchmars.exchange.saved_model import find_folder, is_of_hub
 from torchmars.models import build_run_model

@@ -19,8 +19,8 @@ from torchmars.checkpoint.resume import check_same_run, newest_good, read_verifi
 from torchmars.checkpoint.saver import OwnedFolders, Saver
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.core.errors import UserError
-from torchmars.data.mixture import Mixture
 from torchmars.data.order import Shares, shares_from_start
+from torchmars.data.windows import Mixture
 from torchmars.exchange.saved_model import check_init_from, init_from
 from torchmars.models import Model
 from torchmars.optim import MARS

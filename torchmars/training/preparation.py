@@ -13,9 +13,9 @@ from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import check_writable, write_durably
 from torchmars.core.words import counted
 from torchmars.data.manifest import DataManifest, Level, has_manifest, read_manifest
-from torchmars.data.mixture import Mixture, MixturePart
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.tokenizer import FileTokenizer, load_tokenizer
+from torchmars.data.windows import Mixture, MixturePart
 from torchmars.models import build_run_model
 from torchmars.parallel.checks import check_layout
 from torchmars.parallel.float8 import check_package

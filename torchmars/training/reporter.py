@@ -7,7 +7,7 @@ from torchmars.config import ResolvedConfig
 from torchmars.config.model import OWN
 from torchmars.core.console import labelled, next_commands
 from torchmars.data.loader import Loader
-from torchmars.data.mixture import Mixture
+from torchmars.data.windows import Mixture
 from torchmars.optim import MARS
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.records.events import EventLog, MachinesBefore

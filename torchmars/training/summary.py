@@ -7,7 +7,7 @@ from torchmars.config import ResolvedConfig, TrainingConfig
 from torchmars.config.ranks import eager_note, slow_warning
 from torchmars.core.console import labelled
 from torchmars.core.words import counted, table
-from torchmars.data.mixture import Mixture
+from torchmars.data.windows import Mixture
 from torchmars.models import Model, title
 from torchmars.models.base import base_of
 from torchmars.optim import MARS

@@ -6,8 +6,8 @@ from torch import Tensor
 from torchmars.config import ValidationConfig
 from torchmars.core.device import is_gpu
 from torchmars.data.loader import validation_batches
-from torchmars.data.mixture import MixedWindows, Mixture
 from torchmars.data.tokenizer import Tokenizer
+from torchmars.data.windows import MixedWindows, Mixture
 from torchmars.evaluation.sampling import Draw, continuations, predict_anew
 from torchmars.parallel.parallel_model import ParallelModel
 
