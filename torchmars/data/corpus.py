@@ -53,7 +53,7 @@ NO_FILE: Any = contextlib.nullcontext()
 TEXT = (["string"], ["large_string"])  # Arrow's types of a column
 # What ends before a range. Other forms of these lines end documents too.
 BORDERS = {"jsonl": b"\n", "text": b"\n<|endoftext|>\n"}
-OPENERS: dict[str, Callable[[Any], Any]] = {"gzip": gzip.open, "xz": lzma.open, "bz2": bz2.open}
+STREAMS: dict[str, Callable[[], Any]] = {"xz": lzma.LZMADecompressor, "bz2": bz2.BZ2Decompressor}
 MAGIC = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
     rb"|(?P<xz>\xfd7zXZ\0)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))"
@@ -341,9 +341,43 @@ def unpacked(stream: Any, name: str) -> Any:
                 import pyarrow
             # Unlike the package zstandard it tells of a frame that is cut short.
             stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"), CHUNK)
+        elif found.lastgroup == "gzip":
+            stream = gzip.open(stream)
         else:
-            stream = OPENERS[str(found.lastgroup)](stream)
+            stream = io.BufferedReader(Streams(stream, STREAMS[str(found.lastgroup)]), CHUNK)
     raise LostFile(f"it is packed more than {DEEPEST} times")
+
+
+class Streams(io.RawIOBase):
+    """What streams of xz or bzip2 hold. Python's own readers end at what follows one, silently."""
+
+    def __init__(self, stream: Any, begin: Callable[[], Any]) -> None:
+        self.stream, self.begin, self.left = stream, begin, b""
+        self.one: Any = None
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes, or none at the end. Raises `EOFError`, `OSError` and `LZMAError`."""
+        while True:
+            data = b""
+            if self.one is None or self.one.needs_input:
+                data, self.left = self.left or self.stream.read(CHUNK), b""
+                if not data and self.one:
+                    raise EOFError("it is cut short")
+                if not data:
+                    return 0
+                if self.one is None and not (data := data.lstrip(b"\0")):  # padding
+                    continue
+            self.one = self.one or self.begin()
+            found = self.one.decompress(data, len(buffer))
+            if self.one.eof:
+                self.left, self.one = self.one.unused_data, None
+            if found:
+                buffer[: len(found)] = found
+                return len(found)
 
 
 def open_table(stream: Any, name: str, field: str) -> Any:
