@@ -13,11 +13,11 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 51, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 33_135
+IN_ALL = 32_661
 OF_ROOMS = {
     "benchmark": 145,
     "checkpoint": 2_438,
-    "cluster": 2_474,
+    "cluster": 2_000,
     "commands": 1_550,
     "comparison": 1_750,
     "config": 2_493,
