@@ -67,8 +67,8 @@ files=("${CONFIG_FILE-quickstart.toml}")
 [ -n "$batch" ] || exec "$python" -m torchmars train "$@"
 
 # In a job data and checkpoints are checked once. Then there is one launcher on each node.
-own=${RDZV_ENDPOINT-yes}  # the machines meet at the first node, at a port of the job
-port=$("$python" -c "from torchmars.cluster.scheduler import *; print(job_port($SLURM_JOB_ID))")
+own=${RDZV_ENDPOINT-yes}  # the machines meet at the first node, at a port of the job, which is
+port=$((20000 + SLURM_JOB_ID % 12000))  # below those that systems give away
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RDZV_ENDPOINT=${RDZV_ENDPOINT-${nodes%%$'\n'*}:$port}
 export RDZV_TOKEN=${RDZV_TOKEN-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}

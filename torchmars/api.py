@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmars.cluster import connection, process
+from torchmars.cluster import connection
 from torchmars.cluster.environment import keep_compiled_in
 from torchmars.cluster.process import start_launcher
 from torchmars.commands.plan import check_machines
@@ -340,7 +340,6 @@ def own_group() -> Iterator[None]:
 def train_here(config: ResolvedConfig) -> int:
     """Train on one rank, in this process. Returns the run's exit code."""
     with own_group():
-        process.check_variables()
         keep_compiled_in(config.run.compile_cache)
         prepare_run(config, 1, 1)
         apply_determinism(config.training)

@@ -40,7 +40,6 @@ def main() -> None:
     process.follow_launcher()
     # A mistake that one machine alone may find: its launcher must end the others.
     with exit_on_user_error(quiet=os.environ.get("LOCAL_RANK", "0") != "0"):
-        process.check_variables()
         config = load_config(sys.argv[1:], "python -m torchmars.train")
         require_config(sys.argv[1:])
         process.check_devices()

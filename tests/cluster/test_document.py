@@ -14,7 +14,7 @@ IDS = [f"{number:016x}" for number in range(9)]
 
 def document(members=3, waiting=0, **parts):
     """A document of a round of some machines, m0 and so on."""
-    made = Document("f" * 16, round=4, formed=members > 0)
+    made = Document("f" * 16, round=4)
     made.members, made.waiting = IDS[:members], IDS[members : members + waiting]
     made.machines = {each: (f"m{n}", f"10.0.0.{n}", 4000 + n) for n, each in enumerate(IDS)}
     vars(made).update(parts)
@@ -25,7 +25,7 @@ def test_a_round_has_the_machines_of_the_last_one_first_and_in_their_order():
     """Rank 0 stays where it was, unless that machine is lost; the rest are spares."""
     doc = document(members=3, waiting=2)
     doc.drop([IDS[1]], "fell silent")
-    assert (doc.round, doc.formed, doc.why) == (5, False, "m1 fell silent")
+    assert (doc.round, doc.members, doc.why) == (5, [], "m1 fell silent")
     assert doc.expected == [IDS[0], IDS[2]] and doc.here == IDS[3:5]
     for each in (IDS[2], IDS[0]):
         doc.arrive(each, doc.machines[each])
@@ -48,7 +48,7 @@ def test_failures_count_once_a_round_and_again_with_progress():
         doc.fail(step, 2, 9, "rank 1 failed")
         assert doc.failures == failures
         assert bool(doc.closed) == (failures > 2)
-        doc.members, doc.formed = IDS[:3], True
+        doc.members = IDS[:3]
     assert doc.code == 9 and doc.closed == "rank 1 failed"
 
 
@@ -56,11 +56,11 @@ def test_the_last_machine_that_is_done_ends_the_run_or_the_round():
     doc = document()
     for each in IDS[:3]:
         assert not doc.closed
-        doc.finish([each], 75)
-    assert doc.closed and (doc.code, doc.code_of) == (75, doc.run)
+        doc.finish(each, 75)
+    assert doc.closed and doc.code == 75
     doc = document(waiting=1, leaving={IDS[1]: "SIGTERM"}, ask="memory")
     for each in IDS[:3]:
-        doc.finish([each], None)
+        doc.finish(each, None)
     assert doc.why == "m1 leaves, m3 joins" and not doc.ask and not doc.leaving
     assert doc.expected == [IDS[0], IDS[2]] and doc.here == [IDS[3]]
 
@@ -86,9 +86,9 @@ def test_how_the_others_go_on_without_machines(usable, members, waiting, leaving
 
 
 def test_another_run_begins_where_one_has_ended():
-    doc = document(closed="the run has ended", code=75, code_of=0, n=40)
+    doc = document(closed="the run has ended", code=75, n=40)
     doc.begin_run()
-    assert (doc.n, doc.run, doc.round, doc.code) == (40, 1, 5, 75)
+    assert (doc.n, doc.run, doc.round) == (40, 1, 5)
     assert not doc.closed and not doc.all() and doc.meeting == "f" * 16
 
 
@@ -115,7 +115,6 @@ HOSTILE = {
     "a member twice": GOOD | {"members": [IDS[0], IDS[0]]},
     "an unknown member": GOOD | {"members": ["e" * 16]},
     "a member that is a list": GOOD | {"members": [[IDS[0]]]},
-    "members of no round": GOOD | {"formed": False},
     "no member is done": GOOD | {"done": [IDS[3]]},
     "a machine without an address": GOOD | {"machines": GOOD["machines"] | {IDS[0]: ["m0"]}},
     "an address of words": GOOD | {"machines": GOOD["machines"] | {IDS[0]: ["m", "a b", 4000]}},

@@ -2,15 +2,16 @@
 
 import os
 import re
-from pathlib import Path
 from socket import gethostname
 from types import SimpleNamespace
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.support.commands import ROOT, Command
 from tests.support.ranks import context
 from tests.support.tiny import run_folder_of, tiny_tables, write_config, write_text
 from torchmars.cluster import watchdog
-from torchmars.cluster.failures import has_hung
+from torchmars.cluster.failures import failure_of
 from torchmars.config.load import config_from_tables
 from torchmars.records.events import EVENTS_FILE, read_events
 
@@ -77,4 +78,5 @@ def test_a_watchdog_whose_report_blocks_still_ends_the_process(tmp_path):
     process.start()
     process.join(600)
     assert process.exitcode == 1  # of which the launcher makes 70:
-    assert has_hung(Path(tmp_path / "hang"), 0, process.pid)
+    ended = ProcessFailure(0, process.pid, 1, error_file="")
+    assert failure_of(0, ended, [], tmp_path / "hang").code == 70

@@ -2,10 +2,14 @@
 
 import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from torchmars.cluster.failures import RankLogs, failure_of, first_of, report_file
+from torchmars.cluster.document import Document
+from torchmars.cluster.failures import RankLogs, failure_of, report_file
+from torchmars.cluster.launcher import RankLauncher
 
 
 def ended(folder, rank, code, error=None, at=0):
@@ -18,6 +22,28 @@ def ended(folder, rank, code, error=None, at=0):
     return failure_of(rank, failure, [f"the last line of {rank}"], folder)
 
 
+def first_of(failures):
+    """That which `RankLauncher` tells of."""
+    told = []
+    meeting = SimpleNamespace(look=lambda: Document("f" * 16), change_round=lambda how: CLOSED_RUN)
+    own = {
+        "meeting": meeting,
+        "signalled": None,
+        "max_restarts": 0,
+        "logs": RankLogs(Path(), Path(), {0}),
+    }
+    launcher = SimpleNamespace(
+        **own,
+        ranks=9,
+        reached=lambda: 0,
+        record=lambda *failed: told.append(failed[1]),
+        _say_end=lambda: 0,
+    )
+    RankLauncher._failed(launcher, failures)
+    return told[0]
+
+
+CLOSED_RUN = Document("f" * 16, closed="a rank failed")
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
 

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from torchmars.cluster.environment import Environment
 from torchmars.cluster.failures import RankLogs, keep_apart
-from torchmars.cluster.launcher import Job, RankLauncher
+from torchmars.cluster.launcher import RankLauncher
 from torchmars.cluster.process import STOPPING
 from torchmars.cluster.rendezvous import Machines
 from torchmars.cluster.sizes import MinMax, UsableSizes
@@ -26,8 +26,9 @@ def launcher(folder, command, ranks):
     """The launcher of the one machine of a run."""
     logs = RankLogs(folder / "logs", folder, {0})
     sizes = UsableSizes(MinMax(1, 1), [1], ranks, 1)
-    job = Job(command, ranks, "n1:29400", logs, folder / "hang", 0, lambda: 0, print)
-    return RankLauncher(job, Machines("run", Environment(), sizes))
+    meeting = Machines("run", Environment(), sizes)
+    hang = folder / "hang"
+    return RankLauncher(command, ranks, meeting, "n1:29400", logs, hang, 0, lambda: 0, print)
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def ending(tmp_path, monkeypatch, capsys):
                 made.meeting.look()
 
         made = launcher(tmp_path, [], 1)
-        made.meeting.next_rendezvous, made.meeting.shutdown = meet, leave
+        made.meeting.meet, made.meeting.leave = meet, leave
         code = made.run()
         out, err = capsys.readouterr()
         return code, out + err

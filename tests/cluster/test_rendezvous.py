@@ -73,8 +73,8 @@ class Meeting:
 
         def meet(name):
             try:
-                info = self.machines[name].next_rendezvous()
-                found[name] = info.rank, info.world_size
+                doc = self.machines[name].meet()
+                found[name] = doc.members.index(self.machines[name].me), len(doc.members)
             except Exception as error:
                 found[name] = error
 
@@ -113,11 +113,11 @@ def test_machines_meet_again_and_ranks_stay_where_they_were(meeting, secret):
     assert sorted(found.values()) == [(0, 3), (1, 3), (2, 3)]
     first = min(found, key=lambda name: found[name])
     for each in meeting.machines.values():
-        each.end_round("a reason")
+        each.change_round(lambda doc: doc.end_round("a reason"))
     assert meeting.meet(*"cba") == found
     last = max(found, key=lambda name: found[name])
-    meeting.machines[first].shutdown()
-    until(lambda: meeting.machines[last].num_nodes_waiting())
+    meeting.machines[first].leave()
+    until(lambda: meeting.machines[last].is_over())
     assert meeting.machines[last].change_in_words() == f"{first} has ended"
     others = [*{*"abc"} - {first}]
     assert {place for place in meeting.meet(*others).values()} == {(0, 2), (1, 2)}
@@ -132,34 +132,26 @@ def test_a_machine_is_lost_once_its_beats_do_not_change(meeting, monkeypatch):
     stands = threading.Event()
     original = b._judge
     b._judge = lambda: stands.wait() and original()  # its thread stands still
-    until(lambda: a.num_nodes_waiting())
+    until(lambda: a.is_over())
     assert a.change_in_words() == "b fell silent"
     assert meeting.meet("a") == {"a": (0, 1)}
     stands.set()
-    until(lambda: b.num_nodes_waiting())
+    until(lambda: b.is_over())
     assert b.change_in_words() == "the other machines go on without this one"
 
 
-def test_a_machine_that_beats_and_never_ends_its_round_is_given_up(meeting, monkeypatch):
+def test_a_machine_that_beats_and_never_ends_keeps_no_other(meeting, monkeypatch):
     """Its launcher may hang where it beats no less."""
     monkeypatch.setattr(rendezvous, "BACK_SECONDS", 0.5)
     a = meeting("a", usable=(1, 2), asked=MinMax(1, 2))
     meeting("b", usable=(1, 2), asked=MinMax(1, 2))
     meeting.meet("a", "b")
-    a.end_round("a reason")
-    assert meeting.meet("a") == {"a": (0, 1)}
-    assert a.change_in_words() == "a reason, b did not come back"
-    assert meeting.machines["b"].change_in_words() == "the other machines go on without this one"
-
-
-def test_a_machine_that_beats_and_is_never_done_keeps_no_other_from_the_end(meeting, monkeypatch):
-    monkeypatch.setattr(rendezvous, "BACK_SECONDS", 0.5)
-    a = meeting("a", usable=(1, 2), asked=MinMax(1, 2))
-    b = meeting("b", usable=(1, 2), asked=MinMax(1, 2))
-    meeting.meet("a", "b")
-    assert a.done(75) and a.exit_code() == 75
-    until(b.is_closed)
-    assert b.exit_code() == 75
+    with pytest.raises(RendezvousTimeoutError, match="no end of theirs"):
+        a.done(75)
+    a.timeout = 0.5
+    a.change_round(lambda doc: doc.end_round("a reason"))
+    (error,) = meeting.meet("a").values()
+    assert str(error) == "b did not come back in 0.5 s, nor another machine instead"
 
 
 def test_seconds_by_the_number_of_machines():
@@ -191,8 +183,7 @@ def test_a_machine_asks_for_the_end_of_a_round_where_others_come_or_leave(meetin
     assert a.change_in_words() == "b joins"
     a.reached = lambda: 0
     assert meeting.meet("a")["a"] == (0, 2)
-    a.leave_after_step("SIGTERM")
-    assert a.asked() == "memory SIGTERM"
+    assert a.asked("SIGTERM") == "memory SIGTERM"
     until(lambda: b.round == a.round and b.asked() == "memory SIGTERM")
     done = []
     threading.Thread(target=lambda: done.append(b.done(None)), daemon=True).start()
@@ -217,11 +208,11 @@ def test_runs_in_turn_meet_at_one_store(meeting, monkeypatch):
     monkeypatch.setattr(rendezvous, "beat_seconds", lambda machines: 0.2)
     a = meeting("a", usable=(1,), asked=MinMax(1, 1))
     meeting.meet("a")
-    assert a.done(75) and a.exit_code() == 75
+    assert a.done(75) and a.ending()[0] == 75
     b = meeting("b", usable=(1,), asked=MinMax(1, 1), LOST_SECONDS=1.0)
     assert meeting.meet("b") == {"b": (0, 1)} and b.run == a.run + 1 and b.round > a.round
     until(lambda: a.look().run == b.run)
-    assert a.is_closed() and a.exit_code() == 75
+    assert a.is_closed()
     b.left = True  # it is killed: its thread ends
     c = meeting("c", usable=(1,), asked=MinMax(1, 1), LOST_SECONDS=1.0)
     assert meeting.meet("c") == {"c": (0, 1)} and c.run == b.run + 1
@@ -230,7 +221,7 @@ def test_runs_in_turn_meet_at_one_store(meeting, monkeypatch):
 @pytest.mark.parametrize(
     "first,second,message",
     [
-        ("a secret", None, "it is signed by an RDZV_TOKEN, and this machine has none"),
+        ("a secret", None, "it is no document of machines without an RDZV_TOKEN"),
         (None, "a secret", "it is not signed by the RDZV_TOKEN of this machine"),
         ("a secret", "another", "it is not signed by the RDZV_TOKEN of this machine"),
     ],
@@ -238,11 +229,11 @@ def test_runs_in_turn_meet_at_one_store(meeting, monkeypatch):
 def test_launchers_of_different_secrets_do_not_meet(meeting, first, second, message):
     a = meeting("a", RDZV_TOKEN=first)
     threading.Thread(target=meeting.meet, args=("a",), daemon=True).start()
-    until(lambda: a.document)
+    until(lambda: a.document.n)
     meeting("b", RDZV_TOKEN=second)
     (error,) = meeting.meet("b").values()
     assert isinstance(error, RendezvousStateError) and message in str(error)
-    assert a.look() is not None
+    assert a.look().n
 
 
 def hostile_values(secret):
@@ -276,7 +267,7 @@ def test_forged_documents_end_a_machine_in_a_line_or_do_nothing(monkeypatch, sec
         with contextlib.suppress(RendezvousStateError, RendezvousClosedError):
             deadline = time.monotonic() + 300
             while machine.answers < answers + 3 and time.monotonic() < deadline:
-                machine.num_nodes_waiting()
+                machine.is_over()
                 time.sleep(0.005)
             assert secret is None  # what is not signed is never believed
         machine.left = True
@@ -285,14 +276,14 @@ def test_forged_documents_end_a_machine_in_a_line_or_do_nothing(monkeypatch, sec
 def test_an_old_document_is_not_put_back(meeting):
     a = meeting("a", RDZV_TOKEN="a secret")
     threading.Thread(target=meeting.meet, args=("a",), daemon=True).start()
-    until(lambda: a.document)
+    until(lambda: a.document.n)
     old = meeting.store.get(KEY)
     b = meeting("b", RDZV_TOKEN="a secret", usable=(3,))
     threading.Thread(target=meeting.meet, args=("b",), daemon=True).start()
-    until(lambda: a.document and len(a.document.here) == 2)
+    until(lambda: len(a.document.here) == 2)
     meeting.store.set(KEY, old)
     with pytest.raises(RendezvousStateError, match="older than what this machine has read"):
-        until(lambda: a.look() is None)
+        until(lambda: not a.look())
     assert b.me != a.me
 
 
@@ -309,9 +300,9 @@ def test_a_machine_that_is_cut_off_from_the_store_does_not_wait_for_it(monkeypat
         machine.lost = 3.0
         way.cut = True
         with pytest.raises(RendezvousConnectionError, match="has not answered for 1 s"):
-            until(lambda: machine.look() is None)
+            until(lambda: not machine.look())
         began = time.monotonic()
-        assert not machine.shutdown() and time.monotonic() < began + 60
+        assert not machine.leave() and time.monotonic() < began + 60
         del server
 
 
@@ -320,7 +311,7 @@ def forge(stranger, ran):
     digest, _, text = stranger.get(KEY).decode().partition(" ")
     doc = read_document(text)
     me = "a" * 16
-    doc.members, doc.here, doc.formed, doc.n = [me, *doc.here], [], True, doc.n + 1
+    doc.members, doc.here, doc.n = [me, *doc.here], [], doc.n + 1
     doc.machines[me] = ["stranger", "localhost", 9]
     stranger.set(KEY, f"{digest} {doc.text()}")
 

@@ -70,16 +70,12 @@ def test_usable_sizes(asked, ranks, config, usable, microbatch):
 
 def test_the_words_of_the_start():
     [line] = sizes_of(config_of(512), MinMax(2, 4), 8).in_words()
-    assert line == (
-        "elastic   2 or 4 machines: 16 or 32 ranks; 3 run as 2, and the rest are spares; "
-        "microbatches of 16"
-    )
+    assert line == "elastic   2 or 4 machines: 16 or 32 ranks; microbatches of 16"
     [line] = sizes_of(config_of(480), MinMax(2, 4), 8).in_words()
     assert line == "elastic   2, 3 or 4 machines: 16, 24 or 32 ranks; microbatches of 5"
     [line] = sizes_of(config_of(2**16), MinMax(1, 50_000), 1).in_words()
     assert line == (
-        "elastic   1, 2, ... or 32768 machines: 1, 2, ... or 32768 ranks; 3 run as 2, and the rest "
-        "are spares; microbatches of 2"
+        "elastic   1, 2, ... or 32768 machines: 1, 2, ... or 32768 ranks; microbatches of 2"
     )
 
 
@@ -87,11 +83,11 @@ def test_the_words_of_the_start():
     "asked,config,reason",
     [
         ((3, 3), config_of(512), "training.global_batch_size = 512 does not divide over 24"),
-        ((5, 7), config_of(512), "of 5:7 with 8 ranks each: training.global_batch_size = 512"),
+        ((5, 7), config_of(512), "training.global_batch_size = 512 does not divide over 56"),
         (
             (1, 3),
             config_of(512, tp=5),
-            "of 1:3 with 8 ranks each: parallelism.tp = 5 does not divide 24 ranks",
+            "parallelism.tp = 5 does not divide 24 ranks",
         ),
         ((2, 4), config_of(512, 7), "training.microbatch_size = 7 does not divide the 16 sequ"),
     ],
@@ -125,7 +121,7 @@ def test_all_sizes_share_microbatches():
 
         usable = [each for each in range(fewest, fewest + 5) if goes(each)]
         if not usable:
-            assert mistake(sizes_of, config, asked, ranks).startswith("error: no number of machi")
+            assert mistake(sizes_of, config, asked, ranks)
             return
         sizes = sizes_of(config, asked, ranks)
         assert sizes.usable == usable and microbatch in (None, sizes.microbatch_size)
@@ -139,7 +135,6 @@ def test_all_sizes_share_microbatches():
 
 
 MANY = {"RDZV_ENDPOINT": "n1:29400"}
-JOB = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH", "SLURM_JOB_NUM_NODES": "4"}
 
 
 @pytest.mark.parametrize(
@@ -147,8 +142,6 @@ JOB = {"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH", "SLURM_JOB_NUM_NODES": "4"}
     [
         *[({"NNODES": text}, "NNODES must be ") for text in ("4:2", "0:2", "2:", "a:b", ":2")],
         ({"NNODES": ""}, "NNODES is empty"),
-        ({"NNODES": "2:4", "NODE_RANK": "0"}, "NODE_RANK = 0 has no meaning with NNODES = 2:4: "),
-        (JOB | {"NNODES": "2:8"}, "NNODES = 2:8 is more than the 4 nodes of this job: submit it"),
     ],
 )
 def test_variables_of_an_elastic_run_that_do_not_go(variables, message):
@@ -176,7 +169,7 @@ def place(tmp_path, monkeypatch):
 def test_a_start_without_a_usable_size(place, monkeypatch, capsys):
     assert start(monkeypatch, NNODES="5:7") == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: no number of machines goes, of 5:7 with 8 ranks each: training.")
+    assert err.startswith("error: training.global_batch_size = 32 does not divide over 56 ")
     assert err.count("\n") == 1
 
 

@@ -49,8 +49,8 @@ def test_mistakes_are_a_line(monkeypatch):
         for endpoint, token, message in (
             (FAR, None, f"whoever reaches {FAR} could join the runs that meet there: set RDZV_"),
             (f"0.0.0.0:{here[10:]}", None, "whoever reaches 0.0.0.0:"),
-            (FAR, "a secret", f"the rendezvous {FAR}: 10.77.77.77 is not "),
-            (here, None, f"the rendezvous {here}: port {here[10:]} of .* is taken: choose another"),
+            (FAR, "a secret", f"the rendezvous {FAR}: .* cannot listen there"),
+            (here, None, f"the rendezvous {here}: .* cannot listen there"),
             ("nowhere", None, "ENDPOINT must be HOST:PORT, with a port from 1 to 65535"),
             (here, "", "RDZV_TOKEN is empty"),
         ):

@@ -20,7 +20,7 @@ from torchmars.training.preparation import prepare_run
 def study(tmp_path, monkeypatch):
     for name in ("NGPU", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("torchmars.comparison.local.cores_of", lambda variables: 8)
+    monkeypatch.setattr("torchmars.comparison.local.own_cores", lambda: 8)
     return make_study(Compare("1e-3"), tiny_config(tmp_path, validation={"interval": 5}), [])
 
 

@@ -259,7 +259,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (("--world-size", "8:"), "--world-size must be a whole number from 1 to 100000, or MIN"),
         (("--world-size", "8:12"), "--world-size 8:12 does not fill machines of --gpus-per-node 8"),
         (("--world-size", "8:16", "--find"), "--find takes one number of ranks, got --world-size"),
-        (("--world-size", "24:40"), "no number of machines goes, of 3:5 with 8 ranks each: "),
+        (("--world-size", "24:40"), "training.global_batch_size = "),
     ],
 )
 def test_mistakes_on_the_command_line(args, message, monkeypatch, capsys):
@@ -271,9 +271,9 @@ def test_mistakes_on_the_command_line(args, message, monkeypatch, capsys):
     "gpus,asked,sizes,batch,copies",
     [
         # Of 1, 2 and 4 machines. One alone keeps no copies of another.
-        (4, "4:16", "1, 2 or 4 machines: 4, 8 or 16 ranks; 3 run as 2", "4 ranks x 4", (2, 2)),
-        (4, "8:16", "2 or 4 machines: 8 or 16 ranks; 3 run as 2", "8 ranks x 2", (4, 2)),
-        (0, "2:4", "2 or 4 machines: 2 or 4 ranks; 3 run as 2", "2 ranks x 2", (4, 2)),
+        (4, "4:16", "1, 2 or 4 machines: 4, 8 or 16 ranks", "4 ranks x 4", (2, 2)),
+        (4, "8:16", "2 or 4 machines: 8 or 16 ranks", "8 ranks x 2", (4, 2)),
+        (0, "2:4", "2 or 4 machines: 2 or 4 ranks", "2 ranks x 2", (4, 2)),
     ],
 )
 def test_the_plan_of_an_elastic_run(

@@ -10,8 +10,7 @@ from types import FrameType
 
 import numpy as np
 
-from torchmars.cluster import process
-from torchmars.cluster.environment import check_copies, read_environment
+from torchmars.cluster.environment import read_environment
 from torchmars.cluster.process import start_launcher, stopping
 from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
@@ -26,14 +25,12 @@ DOCUMENT = 1000  # random tokens of a document, with the one that ends it
 MOST_TOKENS = 20_000_000  # of a split; a run that needs more reads them again
 
 
-def ranks_of(config: ResolvedConfig, devices: int | None = None) -> int:
+def ranks_of(config: ResolvedConfig, devices: int) -> int:
     """Return how many ranks a config is run on.
 
     NGPU, or as many as its degrees make: where dp_shard is the rest, as many as there are `devices`
-    for. These are by default the GPUs, 2 on a machine without. Raises `UserError` if NGPU is no
-    number, and in one of several copies of this process, of which each would start ranks.
+    for. Raises `UserError` for a variable of run_train.sh that is wrong.
     """
-    check_copies(os.environ)
     given = read_environment(os.environ).NGPU
     if given is not None:
         return given
@@ -41,7 +38,6 @@ def ranks_of(config: ResolvedConfig, devices: int | None = None) -> int:
     product = degrees.dp_replicate * degrees.cp * degrees.tp * degrees.pp
     if degrees.dp_shard > 0:
         return product * degrees.dp_shard
-    devices = devices or process.local_gpus() or 2
     return product * max(1, devices // product)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import time
-from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ from torchmars.cluster.endpoint import interface_of
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.load import config_text
 from torchmars.core.console import labelled, unless_done_in
-from torchmars.core.device import INTERFACE, backend_of, gpu_name, gpu_type, use
+from torchmars.core.device import INTERFACE, backend_of, gpu_type, use
 from torchmars.core.errors import (
     EXIT_UNCONNECTED,
     LostRank,
@@ -29,22 +28,17 @@ from torchmars.core.errors import (
     report_failure,
 )
 from torchmars.core.files import open_to_write
-from torchmars.core.words import counted
 from torchmars.parallel.layout import Layout
 
 LOOK_SECONDS = 10.0  # how long a new file may take to be seen on other machines
 LONGEST = 2000  # bytes of a rank's report on itself
-
-# Facts that all ranks must share.
-COMMON = ("code of torchmars", "torch", "config", "data.path")
-OWN: dict[str, str] = {}  # variables of the network that this process has set for itself
+COMMON = ("code of torchmars", "torch", "config", "data.path")  # to all ranks
 
 
 def open_store() -> dist.Store:
     """Open the store of all ranks: a file on one machine, otherwise hosted by rank 0.
 
-    A process that was started alone has one of its own. Raises `LostRank` if rank 0 cannot be
-    reached.
+    Raises `LostRank` if that cannot be reached, `UserError` if a variable is not set.
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
@@ -54,20 +48,21 @@ def open_store() -> dist.Store:
         return store
     try:
         return next(dist.rendezvous("env://", timeout=process.start_timeout()))[0]
+    except ValueError as error:  # in torch's words
+        raise UserError(f"RANK is set, and not all that torchrun sets with it: {error}") from None
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise LostRank(
             f"rank {process.rank()} on {process.node()} cannot reach rank 0 at {place} "
-            f"({str(error).splitlines()[0]}): see what that one says, and whether "
-            "the machines may reach each other on any port"
+            f"({str(error).splitlines()[0]}): see what that one says, and whether the machines may "
+            "reach each other on any port"
         ) from None
 
 
 def start(config: ParallelismConfig) -> Layout:
-    """Make the process group of all ranks, and return the layout.
+    """Make the process group of all ranks, try its network, and return the layout.
 
-    It checks that the network between the ranks carries data. Raises `UserError` if the degrees do
-    not make the number of ranks.
+    Raises `UserError` if the degrees do not make the number of ranks.
     """
     size = process.world_size()
     degrees = config.degrees(size)
@@ -100,23 +95,16 @@ def start(config: ParallelismConfig) -> Layout:
 
 
 def keep_within_machine() -> None:
-    """Keep the ports of this process out of other machines' reach.
-
-    A user who names an interface keeps it.
-    """
+    """Keep this process's ports out of other machines' reach, unless an interface is named."""
     if loopback := interface_of("127.0.0.1"):
         of_gpus, form = INTERFACE
-        named = {"GLOO_SOCKET_IFNAME": loopback, of_gpus: form.format(loopback)}
-        OWN.update({name: value for name, value in named.items() if name not in os.environ})
-        os.environ.update(OWN)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault(of_gpus, form.format(loopback))
 
 
 @contextlib.contextmanager
 def _first_traffic() -> Iterator[None]:
-    """Raise `LostRank` where the body, the first traffic between ranks, fails; end a hang by it.
-
-    It has no time limit of its own.
-    """
+    """Raise `LostRank` where the body, the first traffic between ranks, fails; end a hang by it."""
 
     def lost(reason: str) -> Exception:
         # Without a launcher, which would end others, a program may go on.
@@ -126,11 +114,12 @@ def _first_traffic() -> Iterator[None]:
             "too, to the network interface that connects the machines, or RDZV_TIMEOUT to more"
         )
 
+    seconds = process.start_timeout().total_seconds()
+
     def give_up() -> None:
         report_failure(lost(f"nothing has come in {seconds:g} s"))
         end_at_once(EXIT_UNCONNECTED)
 
-    seconds = process.start_timeout().total_seconds()
     try:
         with unless_done_in(seconds, give_up):
             yield
@@ -139,23 +128,19 @@ def _first_traffic() -> Iterator[None]:
 
 
 def stop() -> None:
-    """Leave the process group, if there is one, and undo its settings."""
+    """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name in OWN:  # a program that goes on may submit a job of several machines
-        os.environ.pop(name, None)
-    OWN.clear()
 
 
 def check_ranks(config: ResolvedConfig, layout: Layout) -> str:
     """Compare the ranks: code, torch, config, data, and whether they share the run's folder.
 
     Returns a line on the cluster; an empty text for a single machine. Raises `UserError` on every
-    rank where the ranks differ, naming the machine. It takes the whole config, since all of it must
-    be the same.
+    rank where the ranks differ, naming the machine.
     """
     ranks = [json.loads(text) for text in gather_texts(json.dumps(own_report(config)), layout)]
-    first, shared = ranks[0], config.run.path / ".shared"
+    first = ranks[0]
     for rank in ranks:
         for name in COMMON:
             if rank[name] != first[name]:
@@ -164,26 +149,16 @@ def check_ranks(config: ResolvedConfig, layout: Layout) -> str:
                     f"({rank[name] or 'none'} instead of {first[name] or 'none'}): give all the "
                     "same"
                 )
-
-    def find() -> None:
-        if not layout.first and process.local_rank() == 0:
-            find_shared(shared, first["token"])
-
-    layout.only_first(lambda: write_shared(shared, first["token"]))
-    try:
-        layout.on_all(find)
-    finally:
-        if layout.first:
-            with contextlib.suppress(OSError):
-                shared.unlink()
-    return describe_cluster(ranks)
+    check_shared(config.run.path / ".shared", first["token"], layout)
+    nodes = [*dict.fromkeys(rank["node"] for rank in ranks)]
+    if len(nodes) == 1:
+        return ""
+    some = ", ".join(nodes[:8] + ["..."] * (len(nodes) > 8))
+    return "\n".join(labelled("cluster", f"{len(ranks)} ranks on {len(nodes)} machines: {some}"))
 
 
 def gather_texts(text: str, layout: Layout) -> list[str]:
-    """Return the texts of all ranks, on each: as bytes, of which nothing is unpickled.
-
-    Spaces fill them up to `LONGEST`.
-    """
+    """Return the texts of all ranks, on each: as `LONGEST` bytes, of which nothing is unpickled."""
     own = torch.tensor([*text.encode().ljust(LONGEST)], dtype=torch.uint8)
     found = [torch.empty_like(own) for _ in range(layout.world.size)]
     dist.all_gather(found, own, group=layout.control)
@@ -198,52 +173,41 @@ def own_report(config: ResolvedConfig) -> dict[str, str]:
 
     manifests = [Path(corpus.path) / "manifest.json" for corpus in config.data.corpora()]
     contents = [file.read_bytes() for file in manifests if file.exists()]
-    package = Path(__file__).parents[1]
-    code = [
-        str(file.relative_to(package)).encode() + file.read_bytes()
-        for file in sorted(package.rglob("*.py"))
-    ]
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    code = [file.name.encode() + file.read_bytes() for file in files]
     return {
         "node": process.node()[:100],
         "code of torchmars": hashed(b"".join(code)),
         "torch": torch.__version__,
         "config": hashed(config_text(config).encode()),
         "data.path": hashed(b"".join(contents)) if contents else "",
-        "device": gpu_name(process.local_rank()),
         "token": secrets.token_hex(),
     }
 
 
-def write_shared(file: Path, text: str) -> None:
-    """Write a file in the run's folder. Raises `UserError` if that cannot be done."""
-    remedy = "set run.folder to a folder that all machines can write"
-    with file_errors(f"{process.node()} cannot write to {file.parent}", remedy):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.unlink(missing_ok=True)  # whatever somebody has left there
-        with open(file, "w", opener=open_to_write) as stream:
-            stream.write(text)
+def check_shared(file: Path, text: str, layout: Layout) -> None:
+    """Raise `UserError` on all ranks unless each sees the file to which the first writes `text`."""
 
+    def write() -> None:
+        remedy = "set run.folder to a folder that all machines can write"
+        with file_errors(f"{process.node()} cannot write to {file.parent}", remedy):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with open(file, "w", opener=open_to_write) as stream:
+                stream.write(text)
 
-def find_shared(file: Path, text: str) -> None:
-    """Wait for the file to which the first machine has written `text`; `UserError` without it."""
-    deadline = time.monotonic() + LOOK_SECONDS
-    while not (file.is_file() and file.read_text() == text):
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"{process.node()} does not see what the first machine writes to {file.parent}: "
-                "set run.folder to a file system that all share"
-            )
-        time.sleep(0.1)
+    def find() -> None:
+        deadline = time.monotonic() + LOOK_SECONDS
+        while not (file.is_file() and file.read_text() == text):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{process.node()} does not see what the first machine writes to "
+                    f"{file.parent}: set run.folder to a file system that all share"
+                )
+            time.sleep(0.1)
 
-
-def describe_cluster(ranks: list[dict[str, str]]) -> str:
-    """Return a line on the machines and their devices; nothing for a single machine."""
-    nodes = Counter(rank["node"] for rank in ranks)
-    if len(nodes) == 1:
-        return ""
-    devices = Counter(rank["device"] for rank in ranks)
-    counts = counted(max(nodes.values()), "rank")
-    names = ", ".join(f"{count} x {device}" for device, count in devices.items())
-    some = ", ".join([*nodes][:8] + ["..."] * (len(nodes) > 8))
-    text = f"{len(nodes)} machines ({some}), {counts} on each: {names}"
-    return "\n".join(labelled("cluster", text))
+    layout.only_first(write)
+    try:
+        layout.on_all(find)
+    finally:
+        if layout.first:
+            file.unlink(missing_ok=True)

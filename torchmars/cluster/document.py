@@ -1,7 +1,6 @@
 """The document on which the machines of a run agree: who is in the round, who waits, who is lost.
 
-It lies as JSON at a store that all reach. A change is a function of the document, which knows no
-clock and no store. `rendezvous.py` makes changes, one after another.
+It lies as JSON at a store that all reach. A change is a function of it, with no clock and no store.
 """
 
 import json
@@ -22,9 +21,9 @@ ENDED = "the run has ended"  # in a way that a rank has told
 ASKS = ("", "memory", "save", "stop")
 
 
-def harmless(text: str) -> str:
+def harmless(text: str, most: int = LONGEST) -> str:
     """Return a text of another machine as this one may print it, in a line."""
-    return "".join(each if each.isprintable() else "?" for each in text)[:LONGEST]
+    return "".join(each if each.isprintable() else "?" for each in text[:most])
 
 
 # What `read_document` believes of a stranger.
@@ -32,7 +31,7 @@ Id = Annotated[str, StringConstraints(pattern="^[0-9a-f]{16}$")]
 Count = Annotated[int, Range(0, 2**53)]
 Last = Annotated[int, Range(-1, 2**53)]
 Text = Annotated[str, AfterValidator(harmless)]
-Name = Annotated[str, AfterValidator(lambda name: harmless(name)[:100])]
+Name = Annotated[str, AfterValidator(lambda name: harmless(name, 100))]
 Address = Annotated[str, StringConstraints(max_length=300, pattern=r"^[\w.:%-]+$")]
 Ask = Annotated[str, StringConstraints(pattern=f"^({'|'.join(ASKS)})$")]
 Signal = Annotated[str, StringConstraints(pattern="^[A-Z0-9]{1,20}$")]
@@ -53,18 +52,16 @@ class Document:
     by: Text = ""
     run: Count = 0
     round: Count = 0
-    formed: bool = False  # the round goes on
     bounds: Text = ""  # the numbers of machines and ranks that were asked for, in words
     why: Text = ""  # the round before has ended
     closed: Text = ""  # how the run has ended
-    # The exit code of the run that ended last, and which it was.
-    code: Annotated[int, Range(0, 255)] = 0
-    code_of: Last = -1
+    code: Annotated[int, Range(0, 255)] = 0  # with which it has
     failed_in: Last = -1  # the last round in which ranks failed, the step by then,
     failed_at: Count = 0
     failures: Count = 0  # and how often they have since the run got further
     ask: Ask = ""  # how the ranks of this round are to end after a step
-    members: list[Id] = field(default_factory=list)  # of the round, in the order of their ranks
+    # Of the round that goes on, in the order of their ranks; none while machines meet.
+    members: list[Id] = field(default_factory=list)
     was: list[Id] = field(default_factory=list)  # members of the round before,
     expected: list[Id] = field(default_factory=list)  # who live and have not come back yet
     here: list[Id] = field(default_factory=list)  # have come to the next round
@@ -87,14 +84,13 @@ class Document:
 
     def begin_run(self) -> None:
         """Let another run begin, since the one before has ended."""
-        kept = {name: getattr(self, name) for name in ("n", "code", "code_of")}
-        vars(self).update(vars(Document(self.meeting, run=self.run + 1, round=self.round + 1)))
-        vars(self).update(kept)
+        new = Document(self.meeting, self.n, run=self.run + 1, round=self.round + 1)
+        vars(self).update(vars(new))
 
     def arrive(self, machine: str, about: About) -> None:
         """Let a machine come to the next round, or wait for a place in this one."""
         self._take_out({machine})
-        (self.waiting if self.formed else self.here).append(machine)
+        (self.waiting if self.members else self.here).append(machine)
         known = {*self.all(), *self.was}
         self.machines = {each: it for each, it in self.machines.items() if each in known}
         self.machines[machine] = about
@@ -107,50 +103,42 @@ class Document:
         order = [each for each in self.was if each in self.here]
         order += [each for each in self.here if each not in order]
         self.members, self.waiting = order[:most], order[most:] + self.waiting
-        self.here, self.expected, self.done, self.formed = [], [], [], True
+        self.here, self.expected = [], []
 
     def end_round(self, why: str) -> None:
         """End the round that goes on: its machines meet again."""
         self.was, self.expected, self.members = self.members, list(self.members), []
         self.here, self.waiting = self.waiting, []
-        self.formed, self.done, self.ask = False, [], ""
-        self.why, self.round = why[:LONGEST], self.round + 1
+        self.done, self.ask, self.why, self.round = [], "", why, self.round + 1
 
     def drop(self, machines: Iterable[str], why: str) -> None:
         """Take machines out. If they were in the round, it ends for the reason `why`."""
         gone = {*machines} & {*self.all()}
         named = f"{self.names(gone & {*self.members, *self.expected})} {why}"
-        if self.formed and gone & {*self.members}:
+        if gone & {*self.members}:
             self.end_round(named)
         elif gone & {*self.expected}:
-            self.why = f"{self.why}, {named}"[:LONGEST]
+            self.why += f", {named}"
         self._take_out(gone)
 
     def close(self, code: int, how: str) -> None:
         """End the run for all machines."""
-        self.closed, self.code, self.code_of = how[:LONGEST], code, self.run
+        self.closed, self.code = how, code
 
-    def finish(self, machines: Iterable[str], code: int | None) -> None:
-        """Note that all ranks of some members have ended as they should.
-
-        The last ones end the run with their exit code. If that is None, they end the round.
-        """
-        self.done += {*machines} - {*self.done}
+    def finish(self, machine: str, code: int | None) -> None:
+        """Note that ranks of a member ended well; the last ends the run, without code the round."""
+        self.done += {machine} - {*self.done}
         if not {*self.done} >= {*self.members}:
             return
         if code is not None:
             self.close(code, ENDED)
             return
-        leave, join = [*self.leaving], self.names(self.waiting)
-        why = [f"{self.names(leave)} leaves"] if leave else []
-        self.end_round(", ".join([*why, *([f"{join} joins"] if join else [])]))
-        self._take_out({*leave})
+        whys = ((self.leaving, "leaves"), (self.waiting, "joins"))
+        self.end_round(", ".join(f"{self.names(each)} {why}" for each, why in whys if each))
+        self._take_out({*self.leaving})
 
     def fail(self, step: int, most: int, code: int, what: str) -> None:
-        """Count a failure of ranks, once a round, and again from 1 where the run got further.
-
-        It ends the round, or the run where `most` failures are exceeded.
-        """
+        """Count a failure, once a round, since progress; end the round, or above `most` the run."""
         if self.failed_in != self.round:
             self.failures = 1 if step > self.failed_at else self.failures + 1
             self.failed_in, self.failed_at = self.round, max(step, self.failed_at)
@@ -158,10 +146,6 @@ class Document:
             self.close(code, what)
         else:
             self.end_round(what)
-
-    def may_grow(self, usable: Sequence[int]) -> bool:
-        """Return whether more machines than in this round could be in the next one."""
-        return largest(usable, len(self.members) + len(self.waiting)) > len(self.members)
 
     def needs(self, usable: Sequence[int]) -> str:
         """Return how the ranks have to end after a step, since machines leave."""
@@ -194,7 +178,6 @@ def read_document(text: str) -> Document:
         named = {*alone, *found.was, *found.leaving}
         if not (
             len(alone) == len({*alone})
-            and found.formed == bool(found.members)
             and {*found.done} <= {*found.members}
             and named <= found.machines.keys()
         ):

@@ -13,8 +13,7 @@ from torch.distributed import TCPStore
 
 from torchmars.cluster import process
 from torchmars.cluster.environment import split_endpoint
-from torchmars.cluster.scheduler import can_listen, in_batch_job
-from torchmars.core.errors import NotMet, UserError
+from torchmars.core.errors import UserError
 
 ANSWER = timedelta(seconds=30)  # a store's: on a busy machine a connection takes seconds
 
@@ -30,7 +29,7 @@ def find_store(
     name = f"RDZV_ENDPOINT = {endpoint}"
     host, port = split_endpoint(endpoint)
     address, listener = address_of(host, name), None
-    if number == 0 or (number is None and can_listen(address, 0)):
+    if number in (0, None):
         try:
             listener = listen(endpoint, name)
         except UserError:
@@ -39,7 +38,7 @@ def find_store(
     local = local_address(address, port)
     if not is_loopback(local) and (interface := interface_of(local)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if is_loopback(local) and not is_private(endpoint):
+    if is_loopback(local) and not is_loopback(host):
         local = socket.getfqdn()  # the others know this machine by its name
     return partial(open_meeting, address, port, listener), listener is not None, local
 
@@ -55,34 +54,26 @@ def listen(endpoint: str, name: str) -> socket.socket:
     """Return a socket that listens at `endpoint`, HOST:PORT, of this machine, and nowhere else.
 
     Users know it by `name`. A HOST that is this machine's own name may stand for a loopback address
-    here, and for another one elsewhere: then it listens at all addresses. Raises `UserError` where
-    it cannot listen; `NotMet` in a job whose port is taken: it has another one at its next start.
+    here, and for another one elsewhere: then it listens at all. Raises `UserError` if it cannot.
     """
     host, port = split_endpoint(endpoint)
     address = address_of(host, name)
-    if is_loopback(address) and not is_private(endpoint):
+    if is_loopback(address) and not is_loopback(host):
         address = ""
-    if not can_listen(address, 0):
-        raise UserError(f"{name}: {host} is not {process.node()}: name an address of this machine")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=4096)
-    except OSError:
-        kind = NotMet if in_batch_job(os.environ) else UserError
-        text = f"{name}: port {port} of {process.node()} is taken: choose another one"
-        raise kind(text) from None
+    except OSError as error:
+        raise UserError(
+            f"{name}: {process.node()} cannot listen there ({error.strerror}): name an address of "
+            "this machine, and a port that is free"
+        ) from None
 
 
-def is_private(endpoint: str) -> bool:
-    """Return whether the HOST of an endpoint is a loopback address, which no other machine has."""
-    host, _ = split_endpoint(endpoint)
-    return host == "localhost" or is_loopback(host)
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether a text is a loopback address."""
+def is_loopback(host: str) -> bool:
+    """Return whether a host is a loopback address, which no other machine has."""
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     return False
 
 
@@ -90,10 +81,10 @@ def address_of(host: str, name: str) -> str:
     """Return the address of `host`. Raises `UserError` with the `name` that users know it by."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise UserError(
-            f"{name}: {process.node()} finds no address of {host} ({error.strerror}): set "
-            "RDZV_ENDPOINT to an address of one machine, the first one where they have numbers"
+            f"{name}: {process.node()} finds no address of {host} ({error}): set RDZV_ENDPOINT to "
+            "an address of one machine, the first one where they have numbers"
         ) from None
 
 
@@ -114,6 +105,5 @@ def interface_of(address: str) -> str | None:
 
 def free_port() -> int:
     """Return a port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+    with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
 """The machines of a run, each with a launcher, as the document at a store that all reach says.
 
-One thread of each launcher makes every call to the store: the calls have no time limit of their
-own. The main thread reads the document that the thread saw last, and hands it changes.
+One thread of each makes every call to the store, since no call has a time limit of its own. The
+main thread reads the document that it saw last, and hands it changes.
 """
 
 import contextlib
@@ -9,26 +9,15 @@ import hmac
 import math
 import os
 import queue
-import re
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from copy import deepcopy
-from functools import partial
 
-from torch.distributed import HashStore, PrefixStore, Store
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStateError,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
+from torch.distributed import HashStore, Store
+from torch.distributed.elastic import rendezvous as elastic
 
 from torchmars.cluster import process
 from torchmars.cluster.document import ASKS, ENDED, LARGEST, About, Document, largest, read_document
@@ -46,10 +35,9 @@ MARGIN_SECONDS = 2.0  # before a machine's time to come is over, it can still fo
 LEAVE_SECONDS = 2.0  # for others that are sent the same signal as one which leaves
 BACK_SECONDS = 600.0  # that a machine which beats may take to end its round, and to come back
 END_SECONDS = 5.0  # that the store may take at the end, and the others where they meet here
-WITHOUT_PLACE = "until it joins after a step, or takes the place of a machine that is lost"
 
 
-class Machines(RendezvousHandler):
+class Machines:
     """This machine among those of a run. Methods raise torch's `RendezvousError`."""
 
     def __init__(
@@ -61,18 +49,12 @@ class Machines(RendezvousHandler):
         holds_store: bool = False,
         address: str = "127.0.0.1",
     ) -> None:
-        """The thread opens the store by `connect`.
-
-        `holds_store`: the others meet at this machine, whose `address` they know.
-        """
+        """Open the store by `connect`; with `holds_store` the others meet at this `address`."""
         self.run_id, self.sizes, self.usable = run_id, sizes, sizes.usable
         self.name, self.address, self.holds_store = process.node(), address, holds_store
         self.timeout: float = environment.start_seconds(sizes.per_machine)
         self.join_seconds, self.secret = environment.JOIN_SECONDS, environment.RDZV_TOKEN
-        self.connect: Callable[[], Store] = connect
-        self.store: Store = HashStore()
         most, lost = sizes.asked.most, environment.LOST_SECONDS
-        self.several = most > 1
         self.beat_seconds = beat_seconds(most)
         self.lost = lost_seconds(most) if lost is None else lost or math.inf
         self.me, self.run, self.round = secrets.token_hex(8), -1, -1
@@ -80,102 +62,79 @@ class Machines(RendezvousHandler):
         # The launcher's: the last step that the run has reported; what it does wherever it waits.
         self.reached: Callable[[], int] = lambda: 0
         self.heed: Callable[[], None] = lambda: None
-        # When this round began, by this machine's own clock, the step by then; how many machines
-        # leave, and since when this one knows.
+        # When this round began, and the step by then; how many machines leave, and since when.
         self.begun, self.begun_at, self.leaving, self.leaving_since = 0.0, 0, 0, 0.0
-        # The newest document that the thread has seen, as it lies at the store.
-        self.document: Document | None = None
+        # Of the thread: the newest document, how it lies at the store, and the others' beats.
+        self.connect: Callable[[], Store] = connect
+        self.store: Store = HashStore()
+        self.connected = self.left = False
+        self.document = Document(secrets.token_hex(8))  # proposed, until there is one
         self.bytes, self.looked, self.last_look = b"", 0.0, time.monotonic()
         self.beats: dict[str, tuple[bytes, int, float]] = {}
         self.live: set[str] = set()  # machines whose beats have ever changed while this one looked
-        # Answers of the store, and those that the main thread knows of.
-        self.answers, self.heard, self.connected, self.left = 0, 0, False, False
-        self.unanswered, self.last_tick = 0.0, time.monotonic()
         self.error: Exception | None = None
+        # Answers of the store, and those that the main thread knows of.
+        self.answers, self.heard, self.unanswered, self.last_tick = 0, 0, 0.0, time.monotonic()
         self.work: queue.Queue[tuple[Change, Future[Document]]] = queue.Queue()
         threading.Thread(target=self._serve, name="machines", daemon=True).start()
 
-    def get_backend(self) -> str:
-        """See base class."""
-        return "torchmars"
-
-    def get_run_id(self) -> str:
-        """See base class."""
-        return self.run_id
-
-    def next_rendezvous(self) -> RendezvousInfo:
+    def meet(self) -> Document:
         """Wait for the machines of the next round. Raises `UserError` for other sizes."""
         begin, about = time.monotonic(), (self.name, self.address, free_port())
         deadline, self.spare = begin + self.timeout, False
-        seen, since = -1, begin  # the round, and when it was first seen
         while True:
             doc, now = self.look(), time.monotonic()
-            if doc and self.me in doc.all():
+            if self.me in doc.all():
                 self.run = doc.run
-            if doc and doc.round != seen:
-                seen, since = doc.round, now
-            if doc and self.run >= 0 and (doc.run != self.run or doc.closed):
-                raise RendezvousClosedError(self.ending())
-            if doc and self.me in doc.members and doc.round > self.round:
+            if self.is_closed():
+                raise elastic.RendezvousClosedError
+            if self.me in doc.members and doc.round > self.round:
                 break
-            if doc and self.me in doc.waiting:
+            if self.me in doc.waiting:
                 deadline = now + self.timeout
                 if not self.spare:
                     self.spare = True
-                    say(*labelled("waits", WITHOUT_PLACE))
-            elif doc and self.me in doc.here:
+                    say(*labelled("waits", "until it joins after a step, or one is lost"))
+            elif self.me in doc.here:
                 if doc.expected:  # they live, and their ranks have not ended yet
-                    deadline = now + self.timeout
-                    if now > since + BACK_SECONDS:
-                        self.change(partial(self._give_up, number=seen))
+                    deadline = min(now, begin + BACK_SECONDS) + self.timeout
                 if self._ready(doc, begin):
                     self.change(lambda found: self._form(found, begin))
             else:
                 self.change(lambda found: self._arrive(found, about))
             if now > deadline:
-                raise RendezvousTimeoutError(self._who_is_missing(doc))
+                raise elastic.RendezvousTimeoutError(self._who_is_missing(doc))
             time.sleep(0.05)
         self.spare, self.round = False, doc.round
         self.begun, self.begun_at = time.monotonic(), self.reached()
-        _, address, port = doc.machines[doc.members[0]]
-        rank, size = doc.members.index(self.me), len(doc.members)
-        shared = PrefixStore(f"{self.run_id}/agents/{doc.round}", self.store)
-        return RendezvousInfo(shared, rank, size, RendezvousStoreInfo(address, port))
+        return doc
 
-    def num_nodes_waiting(self) -> int:
-        """Return 0 while this round goes on, else 1. Raises `RendezvousClosedError` at its end."""
+    def is_over(self) -> bool:
+        """Return whether this round has ended. Raises `RendezvousClosedError` if the run has."""
         if self.is_closed():
-            raise RendezvousClosedError(self.ending())
-        doc = self.look()
-        return int(doc is None or doc.round != self.round)
+            raise elastic.RendezvousClosedError
+        return self.document.round != self.round
 
     def is_closed(self) -> bool:
-        """See base class."""
+        """Return whether this run has ended."""
         doc = self.look()
-        return doc is not None and self.run >= 0 and (doc.run != self.run or bool(doc.closed))
+        return self.run >= 0 and (doc.run != self.run or bool(doc.closed))
 
-    def set_closed(self) -> None:
-        """See base class."""
-        self.close(1, f"{self.name} has given up")
-
-    def shutdown(self) -> bool:
+    def leave(self) -> bool:
         """Leave the run to the others: an error of one launcher ends it for nobody.
 
         Returns whether they hear of it. Where they meet at this machine, it waits for their end.
         """
         end = time.monotonic() + END_SECONDS
-        with contextlib.suppress(RendezvousError):
-            while self.holds_store and self.document and time.monotonic() < end:
-                if not {*self.document.all()} - {self.me}:
-                    break
-                self.look()
+        with contextlib.suppress(elastic.RendezvousError):
+            while self.holds_store and {*self.look().all()} - {self.me} and time.monotonic() < end:
                 time.sleep(0.05)
             if not self.left and self.connected:
                 self.change(lambda doc: doc.drop([self.me], "has ended"), END_SECONDS)
             self.left = True
         return self.left
 
-    def look(self) -> Document | None:
+    def look(self) -> Document:
         """Return the newest document. Raises what the thread has met, or that nobody answers."""
         self.heed()
         now = time.monotonic()
@@ -184,12 +143,12 @@ class Machines(RendezvousHandler):
         else:
             self.unanswered += min(now - self.last_tick, STILL_SECONDS)
         self.last_tick = now
-        # The others count from the last beat that they have seen.
-        patience = max(1.0, self.lost - self.beat_seconds) if self.connected else self.timeout
-        if self.unanswered > patience and self.error is None:
-            text = f"their store has not answered for {patience:g} s"
-            text = text if self.connected else f"nobody answers there in {patience:g} s"
-            self.error = RendezvousConnectionError(text)
+        patience, text = self.timeout, "nobody answers there in"
+        if self.connected:  # the others count from the last beat that they have seen
+            patience = max(1.0, self.lost - self.beat_seconds)
+            text = "their store has not answered for"
+        if self.unanswered > patience:
+            self.error = self.error or elastic.RendezvousConnectionError(f"{text} {patience:g} s")
         if self.error is not None:
             raise self.error
         return self.document
@@ -202,7 +161,7 @@ class Machines(RendezvousHandler):
         while not result.done():
             self.look()
             if time.monotonic() > end:
-                raise RendezvousConnectionError(f"no answer of their store in {seconds:g} s")
+                raise elastic.RendezvousConnectionError("no answer of their store")
             with contextlib.suppress(TimeoutError):
                 return result.result(0.05)
         return result.result()
@@ -216,35 +175,31 @@ class Machines(RendezvousHandler):
 
         return self.change(change)
 
-    def leave_after_step(self, signal: str) -> None:
-        """Let the ranks of all machines end after a step, so that this machine can leave.
+    def asked(self, signal: str = "") -> str:
+        """Return how the ranks are to end after a step, and by which signals; empty: not.
 
-        The run stops where the others meet at it, or are too few.
+        It asks for it where machines leave, as this one by a `signal`, or may join, once a later
+        step was reported than before: they could keep a run from any step. The run stops where the
+        others meet at the machine that leaves, or are too few.
         """
 
         def leave(doc: Document) -> None:
             doc.leaving[self.me] = signal
             doc.ask = "stop" if self.holds_store else doc.ask
 
-        if (doc := self.look()) and self.me not in doc.leaving:
-            self.change_round(leave)
-
-    def asked(self) -> str:
-        """Return how the ranks are to end after a step, and by which signals; empty: not.
-
-        It asks for it where machines leave, or may join: those once a later step was reported than
-        before, else they could keep a run from any step.
-        """
         doc, now = self.look(), time.monotonic()
-        if doc is None or doc.round != self.round:
+        if signal and self.me not in doc.leaving:
+            doc = self.change_round(leave)
+        if doc.round != self.round:
             return ""
         if len(doc.leaving) != self.leaving:
             self.leaving, self.leaving_since = len(doc.leaving), now
         needs = doc.needs(self.usable)
         if needs != "stop" and now < max(self.begun, self.leaving_since) + LEAVE_SECONDS:
             needs = ""
-        late = now >= self.begun + self.join_seconds
-        if late and not (needs or doc.ask) and doc.may_grow(self.usable):
+        late, here = now >= self.begun + self.join_seconds, len(doc.members)
+        grows = largest(self.usable, here + len(doc.waiting)) > here
+        if late and grows and not (needs or doc.ask):
             reached = self.reached()
             self.begun_at = min(self.begun_at, reached)  # the run may have gone back
             needs = "memory" if reached > self.begun_at else ""
@@ -262,89 +217,55 @@ class Machines(RendezvousHandler):
         Their exit code ends the run, or None the round. Returns whether it was so; else another
         thing has ended the round, and the machines meet again.
         """
-        doc = self.change_round(lambda doc: doc.finish([self.me], code))
+        doc = self.change_round(lambda doc: doc.finish(self.me, code))
         patience = time.monotonic() + BACK_SECONDS
         while doc.run == self.run and doc.round == self.round and not doc.closed:
             time.sleep(0.05)
-            doc = self.look() or doc
+            doc = self.look()
             if time.monotonic() > patience:  # the launchers of the rest may hang
-                say(f"warning: no end of other machines in {BACK_SECONDS:g} s", error=True)
-                doc = self.change_round(lambda doc: doc.finish(doc.members, code))
-        if code is None:
-            return doc.round == self.round + 1 and self.me not in doc.all()
-        return self.is_closed()
+                raise elastic.RendezvousTimeoutError(f"no end of theirs in {BACK_SECONDS:g} s")
+        left = doc.round == self.round + 1 and self.me not in doc.all()
+        return left if code is None else self.is_closed()
 
-    def fail(self, most: int, code: int, what: str) -> bool:
-        """Tell all machines that ranks here have failed. Return whether they start again."""
-        step = self.reached()
-        return not self.change_round(lambda doc: doc.fail(step, most, code, what)).closed
-
-    def end_round(self, why: str) -> None:
-        """End this round, for a reason that all machines can tell."""
-        self.change_round(lambda doc: doc.end_round(why))
-
-    def close(self, code: int, how: str) -> None:
-        """End the run on all machines, unless they go on without this one."""
-
-        def end(doc: Document) -> None:
-            if (
-                doc.run == self.run
-                and not doc.closed
-                and (self.me in doc.members or not doc.formed)
-            ):
-                doc.close(code, how)
-
-        with contextlib.suppress(RendezvousError):
-            self.change(end, END_SECONDS)
-
-    def exit_code(self) -> int | None:
-        """Return the exit code of this run, where it has ended."""
+    def ending(self) -> tuple[int | None, str]:
+        """Return the exit code of this run, where it has ended, and how, in words."""
         doc = self.document
-        return doc.code if doc and doc.code_of == self.run else None
-
-    def ending(self) -> str:
-        """Return how the run has ended, in words."""
-        doc = self.document
-        return doc.closed if doc and doc.run == self.run and doc.closed else ENDED
+        return (doc.code, doc.closed) if doc.run == self.run and doc.closed else (None, ENDED)
 
     def change_in_words(self) -> str:
         """Return why this round has ended."""
-        doc = self.look()
-        if doc is None or self.me not in doc.all():
-            return "the other machines go on without this one"
-        return doc.why
+        doc, lost = self.look(), "the other machines go on without this one"
+        return doc.why if self.me in doc.all() else lost
 
-    def _who_is_missing(self, doc: Document | None) -> str:
-        if doc is None or self.round < 0:
-            came = doc.names(doc.here) if doc else self.name
+    def _who_is_missing(self, doc: Document) -> str:
+        if self.round < 0:
+            came = doc.names(doc.here) or self.name
             return f"only {came} came in {self.timeout:g} s, and {self.usable[0]} are needed"
         missing = doc.names({*doc.was} - {*doc.here}) or "too many"
         return f"{missing} did not come back in {self.timeout:g} s, nor another machine instead"
 
     def _arrive(self, doc: Document, about: About) -> None:
-        sizes = self.sizes
-        bounds = f"NNODES = {sizes.asked} and NGPU = {sizes.per_machine}"
+        bounds = f"NNODES = {self.sizes.asked} and NGPU = {self.sizes.per_machine}"
         if self.run < 0 and (doc.closed or (doc.n and not doc.all())):
             doc.begin_run()
-        if self.run >= 0 and (doc.closed or doc.run != self.run):
+        ended = self.run >= 0 and (doc.closed or doc.run != self.run)
+        others = doc.bounds not in ("", bounds)
+        if others and not ended and self.live & {*doc.all()}:
+            raise UserError(
+                f"{self.name} has {bounds}, and the first machine {doc.bounds[:100]}: "
+                "give all machines the same"
+            )
+        just_formed = self.me in doc.members and doc.round > self.round
+        if ended or just_formed or others:  # who may all be gone
             return
-        if doc.bounds not in ("", bounds):
-            if self.live & {*doc.all()}:
-                raise UserError(
-                    f"{self.name} has {bounds}, and the first machine {doc.bounds[:100]}: "
-                    "give all machines the same"
-                )
-            return  # they may all be gone
         if self.me in doc.members:
-            if doc.round > self.round:
-                return  # the round has just been formed
             doc.end_round(f"ranks on {self.name} have ended")
         doc.bounds = bounds
         doc.arrive(self.me, about)
 
     def _ready(self, doc: Document, begin: float) -> bool:
         """Return whether the machines that are here may form a round."""
-        if doc.formed or doc.expected or not largest(self.usable, len(doc.here)):
+        if doc.members or doc.expected or not largest(self.usable, len(doc.here)):
             return False
         waited = time.monotonic() >= begin + self.timeout - MARGIN_SECONDS
         return waited or len(doc.here) >= self.usable[-1] or self._goes_on(doc)
@@ -352,11 +273,6 @@ class Machines(RendezvousHandler):
     def _goes_on(self, doc: Document) -> bool:
         """Return whether a run goes on, of whose machines one is here or was seen to live."""
         return bool({*doc.was} & {*self.live, self.me, *doc.here})
-
-    def _give_up(self, doc: Document, number: int) -> None:
-        """Drop the machines that beat and do not come back: their launchers may hang."""
-        if doc.round == number and self.me in doc.here:
-            doc.drop(doc.expected, "did not come back")
 
     def _form(self, doc: Document, begin: float) -> None:
         if self.me not in doc.here or not self._ready(doc, begin):
@@ -372,12 +288,9 @@ class Machines(RendezvousHandler):
         count, due = 0, 0.0
         try:
             while not self.connected:
-                try:
+                with contextlib.suppress(*(() if self.holds_store else (RuntimeError,))):
                     self.store, self.connected = self.connect(), True
-                except RuntimeError:  # nobody listens there yet
-                    if self.holds_store:
-                        raise
-                time.sleep(0 if self.connected else LOOK_SECONDS)
+                time.sleep(0 if self.connected else LOOK_SECONDS)  # nobody listens there yet
             self.answers = 1
             while not (self.left and self.work.empty()):
                 how = None
@@ -389,13 +302,13 @@ class Machines(RendezvousHandler):
                 if self.store.check([key := self._key("document")]):
                     self._take(self.store.get(key))
                 elif self.bytes:
-                    raise RendezvousConnectionError("their store has lost what it knew")
+                    raise elastic.RendezvousConnectionError("their store has lost what it knew")
                 self._judge()
                 if how is not None:
                     result.set_result(self._write(how))
                 self.answers += 1
         except RuntimeError as error:  # torch's `DistError`
-            self.error = RendezvousConnectionError((str(error) or "no reason").splitlines()[0])
+            self.error = elastic.RendezvousConnectionError(str(error).partition("\n")[0])
         except Exception as error:
             self.error = error
 
@@ -403,18 +316,17 @@ class Machines(RendezvousHandler):
         if stored == self.bytes:
             return
         doc, before = read_document(self._opened(self._key("document"), stored)), self.document
-        if before and (doc.n <= before.n or doc.round < before.round):
-            raise RendezvousStateError("it is older than what this machine has read before")
-        if before and (doc.meeting != before.meeting or doc.run < before.run):
-            raise RendezvousStateError("it is of other machines than before")
+        if doc.n <= before.n or doc.round < before.round:
+            raise elastic.RendezvousStateError("it is older than what this machine has read before")
+        if before.n and (doc.meeting != before.meeting or doc.run < before.run):
+            raise elastic.RendezvousStateError("it is of other machines than before")
         self.bytes, self.document = stored, doc
 
     def _write(self, how: Change) -> Document:
         """Change the document at the store by `how`. Return what lies there then."""
         key = self._key("document")
         while True:
-            doc = deepcopy(self.document) or Document(secrets.token_hex(8))
-            how(doc)
+            how(doc := deepcopy(self.document))
             if doc == self.document:
                 return doc
             doc.n, doc.by = doc.n + 1, self.me
@@ -423,7 +335,7 @@ class Machines(RendezvousHandler):
             found = self.store.compare_set(key, old.decode(), wanted)
             self.answers += 1  # of many that write at once each has to try again
             if found == old:  # so it answers for a key that is not there any more
-                raise RendezvousConnectionError("their store has lost what it knew")
+                raise elastic.RendezvousConnectionError("their store has lost what it knew")
             self._take(found)
             if found == wanted.encode():
                 return doc
@@ -431,7 +343,7 @@ class Machines(RendezvousHandler):
     def _judge(self) -> None:
         """Drop machines whose beats have not changed for too long, while this machine looked."""
         now, doc = time.monotonic(), self.document
-        if doc is None or doc.closed or now - self.last_look < STILL_SECONDS:
+        if doc.closed or now - self.last_look < STILL_SECONDS:
             return
         self.looked += min(now - self.last_look, 2 * STILL_SECONDS)
         self.last_look = now
@@ -454,7 +366,7 @@ class Machines(RendezvousHandler):
 
     def _beat(self, key: str, stored: bytes) -> int:
         """Return the count of a beat; -1 for what is none."""
-        with contextlib.suppress(RendezvousStateError, ValueError):
+        with contextlib.suppress(elastic.RendezvousStateError, ValueError):
             return int(self._opened(key, stored)[:15])
         return -1
 
@@ -470,13 +382,9 @@ class Machines(RendezvousHandler):
 
     def _opened(self, key: str, stored: bytes) -> str:
         """Return the text that lies at the store. Raises `RendezvousStateError` if it is forged."""
-        digest, _, text = stored[: LARGEST + 100].decode(errors="replace").partition(" ")
+        _, _, text = stored[: LARGEST + 100].decode(errors="replace").partition(" ")
         if hmac.compare_digest(self._sealed(key, text).encode(), stored):
             return text
-        if self.secret is not None:
-            why = "it is not signed by the RDZV_TOKEN of this machine"
-        elif re.fullmatch("[0-9a-f]{64}", digest):
-            why = "it is signed by an RDZV_TOKEN, and this machine has none"
-        else:
-            why = "it is no document of machines"
-        raise RendezvousStateError(why)
+        none = "it is no document of machines without an RDZV_TOKEN"
+        why = "it is not signed by the RDZV_TOKEN of this machine" if self.secret else none
+        raise elastic.RendezvousStateError(why)

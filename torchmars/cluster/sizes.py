@@ -1,7 +1,4 @@
-"""How many machines a run may have, and with how many of them its layout and batch go.
-
-An elastic run, of `NNODES=MIN:MAX`, goes on when machines are lost, and takes in those that come.
-"""
+"""How many machines a run may have, and with how many of them its layout and batch go."""
 
 import math
 import re
@@ -11,7 +8,6 @@ from typing import NamedTuple
 from torchmars.config import ResolvedConfig
 from torchmars.core.console import labelled
 from torchmars.core.errors import UserError
-from torchmars.core.words import counted
 
 MOST = 100_000
 
@@ -46,15 +42,15 @@ def read_bounds(text: str, source: str) -> MinMax:
 
 
 class UsableSizes(NamedTuple):
-    """The numbers of machines with which a run goes, of those that it may have."""
+    """The numbers of machines, of `per_machine` ranks, with which a run goes, of those `asked`.
+
+    They ascend. More machines are spares, which take the place of a lost one.
+    """
 
     asked: MinMax
     usable: Sequence[int]
-    """Ascending. More machines are spares, which take the place of a lost one."""
     per_machine: int
-    """Ranks of each."""
-    microbatch_size: int
-    """Sequences of a microbatch: the same for all usable numbers."""
+    microbatch_size: int  # in sequences: the same for all
 
     @property
     def ranks(self) -> list[int]:
@@ -62,24 +58,17 @@ class UsableSizes(NamedTuple):
         return [machines * self.per_machine for machines in self.usable]
 
     def in_words(self) -> list[str]:
-        """Return lines that tell which numbers are usable."""
-        plural = "" if self.usable[-1] == 1 else "s"
-        text = f"{any_of(self.usable)} machine{plural}: {any_of(self.ranks)} ranks"
-        if self.asked.fewest < self.usable[0]:
-            text += "; fewer do not go"
-        above = range(self.usable[0], self.asked.most + 1)
-        odd = [each for each in above if each not in self.usable]
-        if odd:
-            fewer = max(each for each in self.usable if each < odd[0])
-            text += f"; {odd[0]} run as {fewer}, and the rest are spares"
-        return labelled("elastic", f"{text}; microbatches of {self.microbatch_size}")
+        """Return lines that tell which numbers are usable. Any other has spares."""
+        machines, ranks = any_of(self.usable), any_of(self.ranks)
+        more = f"microbatches of {self.microbatch_size}"
+        return labelled("elastic", f"{machines} machines: {ranks} ranks; {more}")
 
 
 def sizes_of(config: ResolvedConfig, asked: MinMax, per_machine: int) -> UsableSizes:
     """Return with which of the `asked` numbers of machines a run goes.
 
     Its layout makes their ranks, and its batch divides over them. Raises `UserError` where no
-    number is usable.
+    number is usable, which tells of the largest.
     """
     training, stages = config.training, config.parallelism.stages
     shares: dict[int, int] = {}  # sequences of each rank, by machines, where the batch divides
@@ -91,13 +80,8 @@ def sizes_of(config: ResolvedConfig, asked: MinMax, per_machine: int) -> UsableS
             reason = error
             continue
         shares[machines] = size * steps
-    if not shares and not asked.elastic:
-        raise reason
     if not shares:
-        raise UserError(
-            f"no number of machines goes, of {asked} with {counted(per_machine, 'rank')} each: "
-            f"{reason}"
-        )
+        raise reason
     common, least = math.gcd(*shares.values()), min(shares.values())
     size = training.microbatch_size or max(
         each for each in range(1, least // stages + 1) if common % each == 0

@@ -27,8 +27,7 @@ class Watchdog:
     `with Watchdog(...) as watchdog:`, and `watchdog.beat()` from time to time. Before the end each
     rank writes its stacks to `folder`/rank-00000.txt, and what torch's flight recorder has of
     collectives to `folder`/flight_0, which `torchfrtrace` reads. The interpreter's own watchdog,
-    which works where no thread of Python gets its turn, writes the stacks once more and ends the
-    process with 1, of which the launcher makes 70. 0 seconds: it watches nothing.
+    which needs no thread of Python, ends the process. 0 seconds: it watches nothing.
     """
 
     def __init__(self, folder: Path, layout: Layout, seconds: float) -> None:
@@ -39,12 +38,11 @@ class Watchdog:
         self.stream: TextIO | None = None  # of `file`, while it watches
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.ended = threading.Event()
-        self.activity, self.last_beat = "the first step", time.monotonic()
 
     def __enter__(self) -> "Watchdog":
         if self.seconds:
             self.layout.on_all(self._open)
-            self.beat(self.activity)
+            self.beat("the first step")
             self.thread.start()
         return self
 
@@ -72,19 +70,18 @@ class Watchdog:
         remedy = "make room, or set run.folder to a folder you can write"
         with file_errors(f"cannot write to {self.folder}", remedy):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for old in (self.file, self.flight):
-                old.unlink(missing_ok=True)
+            self.flight.unlink(missing_ok=True)
             self.stream = open(self.file, "w", opener=open_to_write)
             print(f"process {os.getpid()} on {process.node()}", file=self.stream, flush=True)
 
     def _watch(self) -> None:
         while not self.ended.wait(min(1.0, self.seconds / 4)):
             if time.monotonic() - self.last_beat > self.seconds:
-                text = (
+                say(
                     f"error: rank {self.layout.world.rank} has been in {self.activity} for "
-                    f"guards.hang_seconds = {self.seconds:g} s: its stacks will be in {self.file}"
+                    f"guards.hang_seconds = {self.seconds:g} s: its stacks will be in {self.file}",
+                    error=True,
                 )
-                say(text, error=True)
                 assert self.stream is not None
                 faulthandler.dump_traceback(self.stream)
                 # Private API, torch 2.11 to 2.15, which torch's stubs leave out.

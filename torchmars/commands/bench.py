@@ -33,10 +33,9 @@ def main() -> None:
     with exit_on_user_error():
         options, config, arguments = load_command(Bench, sys.argv[1:], PROG)
         require_config(arguments, PROG)
-        ranks = ranks_of(config)
-        from torchmars.core.device import describe_machine  # it takes torch
+        from torchmars.core.device import describe_machine, gpu_count  # it takes torch
 
-        machine = describe_machine()
+        ranks, machine = ranks_of(config, gpu_count() or 2), describe_machine()
         say(
             *labelled(
                 "machine",

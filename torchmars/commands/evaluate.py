@@ -69,7 +69,6 @@ def main() -> None:
 
     try:
         with exit_on_user_error(quiet=not first):
-            process.check_variables()
             process.check_devices()
             evaluate(options, tasks, connection.start(ParallelismConfig()))
     # Other ranks may wait for this one, and threads of other packages, such as datasets, may abort

@@ -26,22 +26,21 @@ from torchmars.cluster import process
 from torchmars.cluster.endpoint import find_store
 from torchmars.cluster.environment import (
     Environment,
-    check_copies,
-    check_shown,
-    cores_of,
     keep_compiled_in,
     read_environment,
     read_variable,
 )
 from torchmars.cluster.failures import Failure, RankLogs, keep_apart
-from torchmars.cluster.launcher import Job, RankLauncher
+from torchmars.cluster.launcher import RankLauncher
 from torchmars.cluster.rendezvous import Machines
 from torchmars.cluster.scheduler import JOB
 from torchmars.cluster.sizes import UsableSizes, sizes_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_config, require_config
 from torchmars.core.console import labelled, say
+from torchmars.core.device import gpu_count
 from torchmars.core.errors import Ended, UserError, exit_on_user_error
+from torchmars.core.files import own_cores
 from torchmars.planning.plan import check_gpu_memory
 from torchmars.records.events import EventLog
 from torchmars.records.lines import METRICS_FILE, last_step
@@ -74,7 +73,6 @@ def main() -> None:
                 read_variable(name, text, option)
                 os.environ[name] = text
         environment = read_environment(os.environ)
-        check_copies(os.environ, environment.NNODES)
         config = load_config(options.arguments, "torchmars launch")
         require_config(options.arguments)
         program = [*["-m"][: options.module], options.program]
@@ -101,9 +99,10 @@ def start_ranks(
     `environment` has the variables of run_train.sh. Raises `UserError`.
     """
     os.environ.pop("RDZV_TOKEN", None)  # ranks and other processes do not get it
-    ranks = environment.NGPU or process.local_gpus() or 2
-    check_shown(environment.LOG_RANK, ranks)
-    os.environ.update(environment.rank_variables(ranks, cores_of(os.environ)))
+    ranks = ranks_here(environment)
+    threads = environment.OMP_NUM_THREADS or max(1, own_cores() // ranks)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["RDZV_TIMEOUT"] = str(environment.start_seconds(ranks))
     config.run.check_links()
     keep_compiled_in(config.run.compile_cache)
     sizes = sizes_of(config, environment.NNODES, ranks)
@@ -116,22 +115,29 @@ def start_ranks(
     if program[-1] == "torchmars.train":  # others import from their own folder
         os.environ.update(process.found_as_here(os.environ))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        job = Job(
+        folder = config.run.path
+        logs = RankLogs(folder / "logs", Path(scratch), {*environment.LOG_RANK})
+        launcher = RankLauncher(
             [sys.executable, "-u", *program, *arguments],
             ranks,
+            meet(environment, sizes, os.environ.get(JOB) or config.run.name),
             environment.RDZV_ENDPOINT or "",
-            RankLogs(config.run.path / "logs", Path(scratch), {*environment.LOG_RANK}),
+            logs,
             config.run.hang,
             environment.MAX_RESTARTS,
-            partial(last_step, config.run.path / METRICS_FILE),
-            partial(record_failure, config.run.path),
+            partial(last_step, folder / METRICS_FILE),
+            partial(record_failure, folder),
         )
-        meeting = meet(environment, sizes, os.environ.get(JOB) or config.run.name)
-        keep_apart(job.logs.folder / f"launcher-{process.node()}.log")
+        keep_apart(logs.folder / f"launcher-{process.node()}.log")
         copies = config.checkpoint.memory_interval > 0
         with shared_memory() if copies else contextlib.nullcontext():
-            code = RankLauncher(job, meeting).run()
+            code = launcher.run()
     raise Ended(code)
+
+
+def ranks_here(environment: Environment) -> int:
+    """Return how many ranks this machine starts."""
+    return environment.NGPU or gpu_count() or 2
 
 
 def prepare(config: ResolvedConfig, sizes: UsableSizes) -> None:

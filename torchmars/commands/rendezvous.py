@@ -1,7 +1,6 @@
 """Hold the place where the launchers of several machines meet, apart from them.
 
-Exit codes: 0 ended by a signal; 2 a mistake, or in a job 69 where the port is taken: the job has
-another one at its next start.
+Exit codes: 0 ended by a signal; 2 a mistake.
 """
 
 import os
@@ -41,10 +40,10 @@ def main() -> None:
         signals = [each for each in stopping() if signal.getsignal(each) != signal.SIG_IGN]
         # Before there are threads of the store, which would take the signals.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        split_endpoint(endpoint, "ENDPOINT")
-        from torchmars.cluster.endpoint import is_private, listen, open_meeting  # they bring torch
+        host, _ = split_endpoint(endpoint, "ENDPOINT")
+        from torchmars.cluster.endpoint import is_loopback, listen, open_meeting  # they bring torch
 
-        if secret is None and not is_private(endpoint):
+        if secret is None and not is_loopback(host):
             raise UserError(
                 f"whoever reaches {endpoint} could join the runs that meet there: set RDZV_TOKEN "
                 "to the secret of their launchers"

@@ -36,14 +36,10 @@ def main() -> None:
             raise UserError("CONFIG_FILE is empty: name a TOML file, or unset it for its default")
         options, sources, rest = load_sources(Train, sys.argv[1:], "torchmars train")
         # Not at the top: help needs nothing of processes.
-        from torchmars.cluster import environment, process, scheduler, sizes
+        from torchmars.cluster import environment, process, sizes
 
         process.follow_caller()
         variables = environment.read_environment(os.environ)
-        by_script = options.prepare or options.prepared or options.complete
-        in_job = scheduler.in_batch_job(os.environ)
-        if not (by_script and in_job):  # run_train.sh counts a job's machines
-            environment.check_copies(os.environ, variables.NNODES)
         config = validate(sources)
         require_config(rest)
         if options.complete:
@@ -55,6 +51,6 @@ def main() -> None:
         from torchmars.commands import launch
 
         if options.prepare:
-            ranks = variables.NGPU or process.local_gpus() or 2
+            ranks = launch.ranks_here(variables)
             return launch.prepare(config, sizes.sizes_of(config, variables.NNODES, ranks))
         launch.start_ranks(variables, config, ["-m", "torchmars.train"], rest, options.prepared)

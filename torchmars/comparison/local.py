@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Protocol
 
 from torchmars.benchmark.measure import ranks_of
-from torchmars.cluster.environment import cores_of, read_environment
+from torchmars.cluster.environment import read_environment
 from torchmars.cluster.process import found_as_here, send_once_gone, start_launcher
 from torchmars.comparison.study import Study, Trial
 from torchmars.comparison.trials import OUTPUT_FILE, write_trial
 from torchmars.core.device import limited_to, visible_gpus
 from torchmars.core.errors import EXIT_STOPPED, UserError
-from torchmars.core.files import open_to_write
+from torchmars.core.files import open_to_write, own_cores
 from torchmars.core.words import counted
 from torchmars.training.preparation import prepare_run
 
@@ -48,7 +48,7 @@ class LocalTrials:
         self.places = [",".join(gpus[job * share : (job + 1) * share]) for job in range(jobs)]
         self.ranks = ranks_of(study.base, share or 1)
         given = read_environment(os.environ).OMP_NUM_THREADS
-        self.threads = given or max(1, cores_of(os.environ) // (jobs * self.ranks))
+        self.threads = given or max(1, own_cores() // (jobs * self.ranks))
         self.running: dict[str, tuple[Trial, Process, str]] = {}
 
     def describe(self) -> str:

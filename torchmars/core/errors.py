@@ -41,10 +41,6 @@ class UserError(Exception):
         return " ".join(super().__str__().split())
 
 
-class NotMet(UserError):
-    """The machines of a job have not met in time. They may be slow, and the command right."""
-
-
 class Unreachable(UserError):
     """A store across the network does not answer, or refuses. It may do so later."""
 
@@ -103,7 +99,7 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
     except UserError as error:
         if not quiet:
             say_error(error)
-        code = EXIT_UNCONNECTED if isinstance(error, (NotMet, Unreachable)) else EXIT_MISTAKE
+        code = EXIT_UNCONNECTED if isinstance(error, Unreachable) else EXIT_MISTAKE
         raise Ended(code) from None
     except KeyboardInterrupt:
         raise Ended(EXIT_INTERRUPTED) from None

@@ -41,7 +41,7 @@ class RunReporter:
         """Report that the run begins to train, from where it is `resumed`."""
         step, facts = resumed.state.step, {"origin": resumed.origin, "changes": resumed.changes}
         if process.fewest_ranks():
-            names, meeting = frozenset(self.layout.gather(process.node)), process.meeting()
+            names, meeting = frozenset(self.layout.gather(process.node)), process.meeting()[0]
             if self.before is not None and self.before.meeting == meeting:
                 values = self.before.add_changes(self.events, step, names)
                 self.metrics.write(step, "machines", values)

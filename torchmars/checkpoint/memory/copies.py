@@ -165,7 +165,7 @@ class MemoryCopies:
             copied()
             slot.complete(
                 Header(
-                    process.round_number(),
+                    process.meeting()[1],
                     manifest.step,
                     self.start,
                     self.rank,
