@@ -39,8 +39,10 @@ def test_an_error_is_told_where_leaving_the_process_group_blocks(tmp_path):
     tables = tiny_tables(tmp_path, guards={"hang_seconds": HANG_SECONDS})
     write_config(config_from_tables(tables, "in a test"), tmp_path / "tiny.toml")
     (tmp_path / "blocking.py").write_text(BLOCKING)
-    options = ["--nproc-per-node", "2", str(tmp_path / "blocking.py"), str(tmp_path / "tiny.toml")]
-    command = Command("launch", options, ROOT, os.environ | {"RDZV_TIMEOUT": "300"}, ranks=2)
+    options = [str(tmp_path / "blocking.py"), str(tmp_path / "tiny.toml")]
+    command = Command(
+        "launch", options, ROOT, os.environ | {"NGPU": "2", "RDZV_TIMEOUT": "300"}, ranks=2
+    )
     _, err = command.communicate(timeout=600)
     error = "ValueError: CUDA error: an illegal memory access was encountered"
     last = err.splitlines()[-1]

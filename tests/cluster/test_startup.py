@@ -91,8 +91,8 @@ def launch(script, config):
 
     The limits are for a machine that is busy with other things.
     """
-    options = ["--nproc-per-node", "2", str(script), str(config)]
-    command = Command("launch", options, ROOT, os.environ | {"RDZV_TIMEOUT": "400"}, ranks=2)
+    env = os.environ | {"NGPU": "2", "RDZV_TIMEOUT": "400"}
+    command = Command("launch", [str(script), str(config)], ROOT, env, ranks=2)
     _, err = command.communicate(timeout=500)
     return command.returncode, err
 

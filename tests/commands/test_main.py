@@ -95,7 +95,7 @@ def test_a_commands_own_option_that_was_meant(monkeypatch, capsys, args, near):
     [
         ["train"],
         ["train", "--prepare", "--training.steps", "3"],
-        ["launch", "--nproc-per-node", "2", "-m", "torchmars.train", "--training.steps", "3"],
+        ["launch", "-m", "torchmars.train", "--training.steps", "3"],
     ],
 )
 def test_a_run_needs_a_config(monkeypatch, capsys, tmp_path, args):

@@ -14,7 +14,6 @@ from tests.support.mistakes import mistake
 from torchmars.begin import install_command
 from torchmars.cluster.connection import open_store
 from torchmars.cluster.environment import read_environment
-from torchmars.commands import launch
 from torchmars.config import MetricsConfig
 from torchmars.config.load import load_config
 from torchmars.core.errors import UserError
@@ -141,26 +140,6 @@ def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
     assert "SLURM_JOB_NUM_NODES = 4 needs RDZV" in mistake(read_environment, nowhere)
     for asked, found in (("2:8", (2, 4)), ("6:8", (6, 6)), ("2:3", (2, 3)), ("8", (8, 8))):
         assert read_environment(job | {"NNODES": asked}).NNODES == found
-
-
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        (["--nnodes=two"], "--nnodes must be a whole number from 1"),
-        (["--rdzv-conf=x"], "unrecognized arguments: --rdzv-conf=x: see --help"),
-        (["--local-ranks-filter=x"], "--local-ranks-filter must be a whole number, got 'x'"),
-    ],
-)
-def test_an_option_of_launch_is_named_by_its_own_name(place, monkeypatch, capsys, options, message):
-    for name in ("RDZV_ENDPOINT", "RDZV_TOKEN", "LOG_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    command = ["launch", "--prepared", *options, "-m", "torchmars.train", "tiny.toml"]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        launch.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])

@@ -97,8 +97,8 @@ main()
 
 def launch(script, config, *args):
     """Start a script that stands in for torchmars.train, on two ranks."""
-    options = ["--nproc-per-node", "2", str(script), str(config), *args]
-    return Command("launch", options, ROOT, os.environ | {"RDZV_TIMEOUT": "300"}, ranks=2)
+    env = os.environ | {"NGPU": "2", "RDZV_TIMEOUT": "300"}
+    return Command("launch", [str(script), str(config), *args], ROOT, env, ranks=2)
 
 
 @needs_proc

@@ -77,8 +77,8 @@ def launch(tables, ranks, log, hold=None):
         program = [str(folder / "holding.py")]
         where = f"{hold.rank},{hold.place},{hold.number},{hold.marker}"
         environment |= {"HOLD": where}
-    options = ["--nproc-per-node", f"{ranks}", *program, str(file)]
-    return Command("launch", options, ROOT, os.environ | environment, ranks, log, log)
+    environment = os.environ | environment | {"NGPU": f"{ranks}"}
+    return Command("launch", [*program, str(file)], ROOT, environment, ranks, log, log)
 
 
 def next_hold(count, ranks, marker, rng):

@@ -75,9 +75,9 @@ def start(tables, log, text=STANDING, **variables):
     file, program = folder / f"{tables['run']['name']}.toml", folder / "program.py"
     write_config(config_from_tables(tables, "in a test"), file)
     program.write_text(text)
-    options = ["--nproc-per-node=2", "--max-restarts=9", str(program), str(file)]
-    environment = os.environ | {"RDZV_TIMEOUT": "300", "STAND": str(folder)} | variables
-    return Command("launch", options, ROOT, environment, 12, log, log)
+    own = {"NGPU": "2", "MAX_RESTARTS": "9", "RDZV_TIMEOUT": "300", "STAND": str(folder)}
+    environment = os.environ | own | variables
+    return Command("launch", [str(program), str(file)], ROOT, environment, 12, log, log)
 
 
 def standing_rank(folder, launcher):

@@ -215,9 +215,9 @@ class Campaign:
 def launch(tables: dict[str, dict], config: Path, address: str, log: IO[str]) -> Command:
     """Start a run by the launcher, on a store at an address."""
     write_config(config_from_tables(tables, "in a test"), config)
-    options = ["--nproc-per-node", f"{RANKS}", "-m", "torchmars.train", str(config)]
+    options = ["-m", "torchmars.train", str(config)]
     # Their clients ask once, and s3fs five times.
-    own = variables(address) | {"AWS_MAX_ATTEMPTS": "1", "RDZV_TIMEOUT": "300"}
+    own = variables(address) | {"AWS_MAX_ATTEMPTS": "1", "RDZV_TIMEOUT": "300", "NGPU": f"{RANKS}"}
     return Command("launch", options, ROOT, os.environ | own, RANKS, log, log)
 
 

@@ -158,9 +158,9 @@ def hanging(folder, how, grace):
     script.write_text(HANGING_RUN)
     process = Command(
         "launch",
-        ["--nproc-per-node", str(ranks), str(script), str(folder / "hang.toml")],
+        [str(script), str(folder / "hang.toml")],
         ROOT,
-        os.environ | {"RDZV_TIMEOUT": "300", "HANG": how, "GRACE": grace},
+        os.environ | {"NGPU": f"{ranks}", "RDZV_TIMEOUT": "300", "HANG": how, "GRACE": grace},
         ranks,
     )
     try:

@@ -35,13 +35,9 @@ def main() -> None:
         require_config(arguments, PROG)
         from torchmars.core.device import describe_machine, gpu_count  # it takes torch
 
-        ranks, machine = ranks_of(config, gpu_count() or 2), describe_machine()
+        ranks = ranks_of(config, gpu_count() or 2)
         say(
-            *labelled(
-                "machine",
-                f"{machine['device']}, {machine['cores']} cores, of which {machine['load']} "
-                f"were busy in the last minute; torch {machine['torch']}",
-            ),
+            *labelled("machine", describe_machine()),
             *labelled("config", shlex.join(arguments), counted(ranks, "rank")),
             *labelled("steps", f"{options.steps}, after {options.steps} that do not count"),
         )
@@ -53,18 +49,14 @@ def bench_table(found: Row, tokens_per_step: int) -> list[str]:
     """Return lines of the metrics of a run: rate, use of the GPUs, time of a step, memory."""
     rate = found["train/tokens_per_second"]
     step = 1e3 * tokens_per_step / rate
-    phases = {
-        name.removeprefix("train/").removesuffix("_ms"): milliseconds
-        for name, milliseconds in found.items()
-        if name.startswith("train/") and name.endswith("_ms")
-    }
+    phases = [name for name in found if name.startswith("train/") and name.endswith("_ms")]
     rows = [
         ["tokens/s", f"{rate:,.0f}"],
         ["mfu", number_or_dash(found.get("train/mfu"), ".1%")],
         ["step, ms", f"{step:,.1f}"],
         *(
-            [f"  {phase}", f"{phases[phase]:,.1f} ({phases[phase] / step:4.0%})"]
-            for phase in sorted(phases, key="other".__eq__)
+            [f"  {name[6:-3]}", f"{found[name]:,.1f} ({found[name] / step:4.0%})"]
+            for name in sorted(phases, key="train/other_ms".__eq__)
         ),
         ["peak memory of rank 0, GiB", f"{found['train/memory_gib']:.2f}"],
     ]

@@ -1,10 +1,10 @@
 """Start this machine's ranks of a program that calls `torchmars.train.main`.
 
-`torchmars launch [OPTIONS] (-m MODULE | PROGRAM.py) CONFIG.toml [--section.key value ...]`
+`torchmars launch (-m MODULE | PROGRAM.py) CONFIG.toml [--section.key value ...]`
 
-First it makes the preparations that need no ranks (training/preparation.py), unless that was done:
-`--prepared`. Then it meets the other machines and starts ranks (cluster/launcher.py). All that a
-rank prints is kept (cluster/failures.py). The last message comes from the first rank that failed.
+First it makes the preparations that need no ranks (training/preparation.py). Then it meets the
+other machines and starts ranks (cluster/launcher.py). All that a rank prints is kept
+(cluster/failures.py). The last message comes from the first rank that failed.
 
 Exit codes: 0 the run is complete; 2 a mistake in the config or the data; 69 machines or ranks did
 not connect in time, or a machine was lost: start it again; 70 a rank hung; 75 stopped by SIGTERM,
@@ -12,7 +12,6 @@ SIGINT, SIGHUP or SIGUSR1, saved, not complete: start it again; 128 + n ended by
 else: a crash.
 """
 
-import argparse
 import contextlib
 import os
 import sys
@@ -24,12 +23,7 @@ from typing import NoReturn
 from torchmars.checkpoint.memory.shared_memory import shared_memory
 from torchmars.cluster import process
 from torchmars.cluster.endpoint import find_store
-from torchmars.cluster.environment import (
-    Environment,
-    keep_compiled_in,
-    read_environment,
-    read_variable,
-)
+from torchmars.cluster.environment import Environment, keep_compiled_in, read_environment
 from torchmars.cluster.failures import Failure, RankLogs, keep_apart
 from torchmars.cluster.launcher import RankLauncher
 from torchmars.cluster.rendezvous import Machines
@@ -46,45 +40,21 @@ from torchmars.records.events import EventLog
 from torchmars.records.lines import METRICS_FILE, last_step
 from torchmars.training.preparation import prepare_run
 
-# torchrun's words for variables of run_train.sh.
-OPTIONS = {
-    "--nnodes": "NNODES",
-    "--nproc-per-node": "NGPU",
-    "--node-rank": "NODE_RANK",
-    "--rdzv-endpoint": "RDZV_ENDPOINT",
-    "--max-restarts": "MAX_RESTARTS",
-    "--local-ranks-filter": "LOG_RANK",
-}
-
 
 def main() -> None:
-    """Start the ranks that the command line asks for; ends the process."""
-    parser = Parser("torchmars launch", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--prepared", action="store_true", help="skip the preparations")
-    for option, name in OPTIONS.items():
-        parser.add_argument(option, dest=name, help=f"instead of the variable {name}")
-    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
-    parser.add_argument("program", help="what each rank runs")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its config and settings")
+    """Start the ranks of the program that the command line names; ends the process."""
     with exit_on_user_error():
-        options = parser.parse_args()
-        for option, name in OPTIONS.items():
-            if (text := getattr(options, name)) is not None:
-                read_variable(name, text, option)
-                os.environ[name] = text
+        words = sys.argv[1:]
+        if words[:1] in (["-h"], ["--help"]):
+            return say(str(__doc__))
+        count = 1 + (words[:1] == ["-m"])
+        program, arguments = words[:count], words[count:]
+        if len(program) < count:
+            raise UserError("name what ranks run: torchmars launch PROGRAM.py CONFIG.toml")
         environment = read_environment(os.environ)
-        config = load_config(options.arguments, "torchmars launch")
-        require_config(options.arguments)
-        program = [*["-m"][: options.module], options.program]
-        start_ranks(environment, config, program, options.arguments, options.prepared)
-
-
-class Parser(argparse.ArgumentParser):
-    """Ends as all commands do."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a `UserError`."""
-        raise UserError(f"{message}: see --help")
+        config = load_config(arguments, "torchmars launch")
+        require_config(arguments)
+        start_ranks(environment, config, program, arguments, prepared=False)
 
 
 def start_ranks(

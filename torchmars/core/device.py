@@ -68,14 +68,10 @@ def gpu_memory() -> int | None:
     return max(sizes, default=None)
 
 
-def describe_machine() -> dict[str, str | int | float]:
+def describe_machine() -> str:
     """Return what measurements depend on: GPUs, cores and how busy these are, and torch."""
-    return {
-        "device": gpu_name(0),
-        "cores": own_cores(),
-        "load": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-    }
+    busy = f"{own_cores()} cores, of which {os.getloadavg()[0]:.2f} were busy in the last minute"
+    return f"{gpu_name(0)}, {busy}; torch {torch.__version__}"
 
 
 def visible_gpus() -> list[str]:
