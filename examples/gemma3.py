@@ -35,6 +35,7 @@ from torchmars.exchange.llama_family import (
     SHAPE,
     WINDOW,
     LlamaFamily,
+    by_block,
     rope_config,
     rope_of,
     shortest,
@@ -188,7 +189,7 @@ class Gemma3Family(LlamaFamily):
     }
 
     def section(self, kind, config):
-        types, tables = config["layer_types"], config["rope_parameters"]
+        types, tables = by_block(config, "layer_types"), config["rope_parameters"]
         for each in types:
             require_all({"layer_types": each}, {"layer_types": [FULL, WINDOW]})
         narrow = tables[WINDOW]

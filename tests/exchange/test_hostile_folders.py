@@ -17,8 +17,8 @@ from tests.support.tiny import tiny_config, write_text
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.llama import LlamaArgs
 from torchmars.config.load import config_from_tables
-from torchmars.exchange.families import family_of, from_config, to_config
-from torchmars.exchange.saved_model import CONFIG, TOKENIZER, open_folder
+from torchmars.exchange.families import counterparts, from_config, to_config
+from torchmars.exchange.folder import CONFIG, TOKENIZER, open_folder
 from torchmars.exchange.weights import INDEX, WEIGHTS
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama
@@ -44,7 +44,7 @@ def make_folder(folder, model):
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(to_config(model)))
     theirs = {}
-    for ours, there in family_of(model).counterparts(model).items():
+    for ours, there in counterparts(model).items():
         weight = weights[ours].T if there.transposed else weights[ours]
         each = weight if there.experts else [weight.contiguous()]
         theirs |= {name: value.clone() for name, value in zip(there.names, each, strict=True)}

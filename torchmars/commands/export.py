@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Literal
 
-from torchmars.config.fields import Count
+from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
 from torchmars.core.cli import Positional, parse
 from torchmars.core.console import next_commands, say
@@ -32,6 +32,8 @@ class Export(PluginOptions):
     """Whose names the weights get."""
     step: Count | None = None
     """Of a run, take the checkpoint of this step."""
+    average: Positive = 1
+    """Of a run, take the mean of the last so many checkpoints."""
     ema: bool = False
     """Take the moving average of the weights, of a run with training.ema_decay."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -44,18 +46,18 @@ def main() -> None:
         options = parse(Export, sys.argv[1:], "torchmars export")
         target = options.target
         check_target(target)
-        from torchmars.exchange import export, families, saved_model, tokenizer_files
+        from torchmars.exchange import export, saved_model
 
-        saved = saved_model.open_model(options.run, options.step, options.ema)
-        export.export(saved, target, options.to, options.dtype)
-        parameters = [parameter.numel() for parameter in saved.model.parameters()]
+        models = saved_model.open_last(options.run, options.step, options.average, options.ema)
+        export.export(models, target, options.to, options.dtype)
+        newest = models[0]
+        parameters = [parameter.numel() for parameter in newest.model.parameters()]
         say(f"{target}: {counted(len(parameters), 'tensor')}, {sum(parameters):,} weights")
-        loss = saved.manifest.validation_loss
+        loss = newest.manifest.validation_loss
         measured = "" if loss is None else f", validation loss {loss:.4f}"
-        say(f"of {saved.folder}, step {saved.manifest.step:,}{measured}")
+        say(f"of {newest.folder}, step {newest.step:,}{measured}")
         if options.to == "hf":
-            kind = families.to_config(saved.model)["model_type"]
-            if problem := tokenizer_files.WARNINGS.get(kind):
+            if problem := export.tokenizer_problem(newest):
                 say(f"warning: {problem}")
             say(f'Python: transformers.AutoModelForCausalLM.from_pretrained("{target}")')
             say(*next_commands(["torchmars", "generate", str(target), "--prompt", "The"]))

@@ -19,6 +19,8 @@ class Counterpart:
     transposed: bool = False
     experts: int = 0
     """Of a stack whose matrices are a tensor each. The name has "*" for the expert's number."""
+    half: int | None = None
+    """Which half of the rows of each matrix it is, where two stacks are one tensor."""
 
     @property
     def names(self) -> list[str]:
@@ -65,13 +67,21 @@ class Family:
         """
         raise NotImplementedError
 
-    def counterparts(self, model: Model) -> dict[str, Counterpart]:
-        """Return the tensor there of each parameter and buffer of `model`, by our name."""
+    def counterparts(self, model: Model, fused: bool) -> dict[str, Counterpart]:
+        """Return the tensor there of each parameter and buffer of `model`, by our name.
+
+        `fused`: experts are in stacks, as transformers 5 holds them. In most files each matrix is a
+        tensor.
+        """
         return {name: Counterpart(their_name(name, self.names)) for name in model.state_dict()}
 
     def with_their_parameters(self, model: Model) -> Model:
         """Return `model`, without memory, with all parameters that its kind has there."""
         return model
+
+    def left_out(self, model: Model) -> tuple[str, ...]:
+        """Return prefixes of tensors there that `model` has no use for."""
+        return ()
 
 
 def their_name(name: str, names: Mapping[str, str]) -> str:

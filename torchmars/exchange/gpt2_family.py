@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from torchmars.exchange.family import Counterpart, Family, ModelKind, keys_of, require_all, shape_of
+from torchmars.exchange.family import (
+    Counterpart,
+    Family,
+    ModelKind,
+    keys_of,
+    require_all,
+    shape_of,
+)
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.model import Model
 
@@ -68,8 +75,8 @@ class GPT2Family(Family):
             "tie_word_embeddings": True,
         }
 
-    def counterparts(self, model: Model) -> dict[str, Counterpart]:
-        found = super().counterparts(model)
+    def counterparts(self, model: Model, fused: bool) -> dict[str, Counterpart]:
+        found = super().counterparts(model, fused)
         return {
             name: replace(there, transposed=name.endswith(LINEAR)) for name, there in found.items()
         }

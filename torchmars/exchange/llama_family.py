@@ -26,15 +26,6 @@ from torchmars.models.model import Model
 from torchmars.models.rotary import HIGH, LOW
 
 ORIGINAL = "original_max_position_embeddings"
-# Our setting of each key of a table of rotary positions, and the keys of each way to scale them.
-SCALES = {
-    "factor": "rope_scaling_factor",
-    ORIGINAL: "rope_original_len",
-    "beta_fast": "rope_beta_fast",
-    "beta_slow": "rope_beta_slow",
-    "attention_factor": "rope_attention_factor",
-}
-SCALED = {"linear": ["factor"], "llama3": ["factor", ORIGINAL], "yarn": [*SCALES]}
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL)
 WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
 READS = (*ROPE, *WINDOWS, "no_rope_layers", "no_rope_layer_interval")
@@ -127,6 +118,9 @@ OF_MIXTRAL = {
     "mlp.experts.up": "block_sparse_moe.experts.*.w3.weight",
     "mlp.experts.proj": "block_sparse_moe.experts.*.w2.weight",
 }
+GATE_UP = "mlp.experts.gate_up_proj"
+FUSED = {"mlp.experts.gate": GATE_UP, "mlp.experts.up": GATE_UP}
+FUSED |= {"mlp.experts.proj": "mlp.experts.down_proj"}
 
 
 class LlamaFamily(Family):
@@ -135,8 +129,6 @@ class LlamaFamily(Family):
     model: type[Model] = Llama
     kinds: Mapping[str, ModelKind] = {
         **dict.fromkeys(FEATURES, ModelKind(SHAPE, ALLOWED, READS)),
-        # Its class would give all blocks the window. A Ministral follows them.
-        "mistral": ModelKind(SHAPE, ALLOWED | {"layer_types": [None]}, READS),
         "qwen3_moe": ModelKind(
             MIXTURE | {"n_expert": "num_experts"},
             ALLOWED
@@ -190,19 +182,26 @@ class LlamaFamily(Family):
             found |= {"partial_rotary_factor": args.rotary_fraction, "num_nextn_predict_layers": 0}
         return found | window_config(kind, args)
 
-    def counterparts(self, model: Any) -> dict[str, Counterpart]:
+    def counterparts(self, model: Any, fused: bool) -> dict[str, Counterpart]:
         args = model.args
         names = {**self.names, **(POST_NORMS if getattr(args, "post_norms", False) else {})}
         mixtral = args.router == "softmax" and not getattr(args, "qk_norm", True)
         ends = OF_MIXTRAL if mixtral else OF_MIXTURES
+        ends = (OF_MIXTURES | FUSED if fused else ends) if args.n_expert else {}
         found = {}
         for name in model.state_dict():
             end = name[name.find("mlp.") :]
             there = their_name(name, names)
-            if args.n_expert and end in ends:
+            if end in ends:
                 there = their_name(name.removesuffix(end), names) + ends[end]
-            found[name] = Counterpart(there, experts=args.n_expert * ("*" in there))
+            half = ("gate", "up").index(end.split(".")[-1]) if there.endswith(GATE_UP) else None
+            found[name] = Counterpart(there, experts=args.n_expert * ("*" in there), half=half)
         return found
+
+    def left_out(self, model: Any) -> tuple[str, ...]:
+        """GLM-4.5 and DeepSeek-V3 are published with one more layer, which predicts the token after
+        the next one."""
+        return (f"model.layers.{model.n_layer}.",) if model.args.router == "sigmoid" else ()
 
 
 def kind_there(args: LlamaArgs) -> str:
@@ -237,13 +236,18 @@ def windows_there(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     if kind == "smollm3":
-        rotates, blocks = config["no_rope_layers"], config["num_hidden_layers"]
-        if len(rotates) != blocks or {*map(str, rotates)} - {"0", "1"}:
-            raise UserError(f"its no_rope_layers is {rotates!r}: it must have a 0 or 1 a block")
+        rotates = by_block(config, "no_rope_layers")
+        if {*map(str, rotates)} - {"0", "1"}:
+            raise UserError(f"its no_rope_layers is {rotates!r}: it must have 0 and 1 only")
         if not all(rotates):
             found["rope_blocks"] = shortest("".join("nr"[each] for each in rotates))
     types, window, may = config.get("layer_types"), config.get("sliding_window"), FEATURES[kind][1]
     known = (FULL, WINDOW) if "window_blocks" in may else [FULL]
+    if types is not None and kind == "mistral":
+        raise UserError(
+            "its layer_types are not followed by its class, which gives all blocks the window: "
+            "leave them out, or say model_type = ministral"
+        )
     for each in types or ():
         require_all({"layer_types": each}, {"layer_types": known})
     on = "window" in may and (kind not in WITH_SWITCH or config["use_sliding_window"])
@@ -256,6 +260,16 @@ def windows_there(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
         found["window"] = whole_number(config, "sliding_window")
     if any(slides) and not all(slides):
         found["window_blocks"] = shortest("".join("fs"[each] for each in slides))
+    return found
+
+
+def by_block(config: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a list with an entry for each block. Raises `UserError` if it is none."""
+    found, blocks = config[name], config["num_hidden_layers"]
+    if not isinstance(found, list) or len(found) != blocks:
+        raise UserError(
+            f"its {name} is {found!r}: it must have an entry for each of {blocks} blocks"
+        )
     return found
 
 
@@ -279,6 +293,9 @@ def window_config(kind: str, args: LlamaArgs) -> dict[str, Any]:
         found["layer_types"] = [WINDOW if each else FULL for each in windows]
     if kind in WITH_SWITCH:
         found["use_sliding_window"] = window is not None
+    if kind in ("qwen2", "qwen3"):
+        first = (number for number, each in enumerate(windows) if each)
+        found["max_window_layers"] = next(first, len(windows))
     if kind == "smollm3":
         letters = map(args.rope_letter, range(args.n_layer))
         found["no_rope_layers"] = [int(letter != "n") for letter in letters]
@@ -293,30 +310,40 @@ def rope_of(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"its rotary positions are those of layers of types: {', '.join(nested)}")
     if kind != "glm4_moe":
         require_all(table, {"partial_rotary_factor": [None, 1.0]})
-    found: dict[str, Any] = {"rope_theta": number(table, "rope_theta"), "rope_scaling_factor": 1.0}
+    found: dict[str, Any] = {"rope_theta": number(table, "rope_theta")}
     scaling = table["rope_type"]
     if scaling == "default":
-        return found
-    if scaling not in SCALED:
+        return found | {"rope_scaling_factor": 1.0}
+    if scaling not in ("llama3", "linear", "yarn", "dynamic"):
         raise UserError(f"its rotary positions are scaled by {table}, which is not here")
-    known = {"low_freq_factor": [None, LOW], "high_freq_factor": [None, HIGH]}
-    require_all(table, known | {"truncate": [None, True]})
-    if ORIGINAL in SCALED[scaling]:
+    longest = whole_number(config, "max_position_embeddings")
+    if scaling == "yarn" and table["factor"] is None:
+        table = {**table, "factor": longest / whole_number(table, ORIGINAL)}
+    found["rope_scaling_factor"] = number(table, "factor")
+    if scaling == "llama3":
+        require_all(table, {"low_freq_factor": [LOW], "high_freq_factor": [HIGH]})
         original = whole_number(table, ORIGINAL)
-        if scaling == "yarn" and table["factor"] is None:
-            longest = whole_number(config, "max_position_embeddings")
-            table = {**table, "factor": longest / original}
-        if (scaling, original) != ("llama3", LLAMA3_CONTEXT):
-            found["rope_original_len"] = original
-    for key in SCALED[scaling]:
-        if key == "factor" or key != ORIGINAL and table.get(key) is not None:
-            found[SCALES[key]] = number(table, key)
-    scales = table.get("mscale"), table.get("mscale_all_dim")
-    if all(scales) and table.get("attention_factor") is None:
-        grown = 0.1 * math.log(found["rope_scaling_factor"])
+        return found | ({} if original == LLAMA3_CONTEXT else {"rope_original_len": original})
+    found["rope_scaling"] = scaling
+    if scaling == "dynamic":
+        found["rope_original_len"] = longest
+    return found | (yarn_of(table) if scaling == "yarn" else {})
+
+
+def yarn_of(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our settings of YaRN. Raises `UserError` for one that we lack."""
+    require_all(table, {"truncate": [None, True]})
+    found: dict[str, Any] = {"rope_original_len": whole_number(table, ORIGINAL)}
+    for name in ("beta_fast", "beta_slow"):
+        if table.get(name):
+            found[f"rope_{name}"] = number(table, name)
+    if table.get("attention_factor") is not None:
+        found["rope_attention_factor"] = number(table, "attention_factor")
+    elif table.get("mscale") and table.get("mscale_all_dim"):
+        grown = 0.1 * math.log(number(table, "factor"))
         one, other = (grown * number(table, name) + 1 for name in ("mscale", "mscale_all_dim"))
         found["rope_attention_factor"] = one / other
-    return found | {"rope_scaling": scaling}
+    return found
 
 
 def olmo_rope_of(config: Mapping[str, Any], windows: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,15 +373,19 @@ def rope_config(args: DecoderArgs) -> dict[str, Any]:
     """
     if args.rope_scaling_factor == 1 and args.rope_attention_factor is None:
         return {"rope_theta": args.rope_theta}
-    values = {key: getattr(args, SCALES[key]) for key in SCALED[args.rope_scaling]}
-    if ORIGINAL in values:
-        values[ORIGINAL] = args.original_len
-    table = {"rope_type": args.rope_scaling} | {
-        key: value for key, value in values.items() if value is not None
-    }
+    table: dict[str, Any] = {"rope_type": args.rope_scaling, "factor": args.rope_scaling_factor}
     if args.rope_scaling == "llama3":
         table |= {"low_freq_factor": LOW, "high_freq_factor": HIGH}
-    return {"rope_theta": args.rope_theta, "rope_scaling": table}
+    if args.rope_scaling == "yarn":
+        table |= {"beta_fast": args.rope_beta_fast, "beta_slow": args.rope_beta_slow}
+        if args.rope_attention_factor is not None:
+            table["attention_factor"] = args.rope_attention_factor
+    if args.rope_scaling in ("llama3", "yarn"):
+        table[ORIGINAL] = args.original_len
+    found = {"rope_theta": args.rope_theta, "rope_scaling": table}
+    # The frequencies of a longer sequence would follow from this length.
+    longest = {"max_position_embeddings": args.original_len}
+    return found | (longest if args.rope_scaling == "dynamic" else {})
 
 
 def olmo_rope_config(args: LlamaArgs) -> dict[str, Any]:

@@ -1,18 +1,17 @@
 """A model that is saved: to use it without an optimizer, and to start a new run from its weights.
 
-It is that of a checkpoint, of a folder of Hugging Face's transformers or of its hub, or bare
-weights.
+It is that of a checkpoint, of a folder of transformers, or bare weights.
 """
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -22,21 +21,24 @@ from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import read_index, read_tensors, shapes_in
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
-from torchmars.config.load import Tables, config_from_tables
+from torchmars.config.load import config_from_tables
 from torchmars.config.model_args import Multipliers
 from torchmars.config.sections import HF, RunConfig
 from torchmars.config.training import Float8Config
-from torchmars.core.check import parse_json
 from torchmars.core.console import say
-from torchmars.core.errors import UserError, needs_package
-from torchmars.core.files import read_text
+from torchmars.core.errors import UserError
 from torchmars.core.places import place
 from torchmars.core.words import counted
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.exchange import weights as files
-from torchmars.exchange.families import from_config
-from torchmars.exchange.tokenizer_files import FolderTokenizer
-from torchmars.models import Model, build_meta_model, build_run_model
+from torchmars.exchange.folder import (
+    FolderModel,
+    find_folder,
+    is_folder_of_transformers,
+    open_folder,
+    other_tokenizer,
+)
+from torchmars.models import Model, build_run_model
 from torchmars.models.documents import document_starts
 from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits
@@ -44,17 +46,6 @@ from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.storage.storage import MANIFEST
 
-CONFIG, ADAPTER, TOKENIZER = "config.json", "adapter_config.json", "tokenizer.json"
-LONGEST = 8192  # of the sequences to train on, where a model takes any
-NAME = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")  # NAME or NAME@REVISION
-# All that is read of a model of the hub. Nothing else is fetched, so that no pickle is.
-FILES = [
-    *(CONFIG, ADAPTER, "generation_config.json"),
-    *(files.WEIGHTS, files.INDEX, "model-*-of-*.safetensors"),
-    *(TOKENIZER, "tokenizer_config.json"),
-]
-# By which tokenizers are told apart.
-SAMPLE = "The quick brown fox's 12345 jumps,  over\n\n  the lazy\tdog — naïve 北京."
 ComputeDtype = Literal["float32", "bfloat16"]
 Level = Literal["full", "size"]
 
@@ -71,21 +62,34 @@ class SavedModel:
     average: bool = False
     """Whether its weights are the moving average of the run's."""
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were made."""
+        return self.manifest.step
+
     @cached_property
     def index(self) -> dcp.Metadata:
-        """Where its tensors lie. Each rank reads it by itself: that of many ranks is large."""
+        """Where its tensors lie."""
         return read_index(self.folder, self.manifest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An index of many ranks is too large to be sent: other ranks read it."""
+        return {name: value for name, value in vars(self).items() if name != "index"}
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight. Raises `DamagedCheckpoint`."""
+        module, _, last = name.rpartition(".")
+        owner = self.model.get_submodule(module)
+        value = torch.empty(getattr(owner, last).shape)
+        is_buffer = last in dict(owner.named_buffers(recurse=False))  # no average is made of these
+        averaged = self.average and not is_buffer
+        state = state_dict.average_state if averaged else state_dict.model_state
+        read_tensors(self.folder, state({name: value}), self.index)
+        return value
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
         """Fill `weights`, sharded or not, by name. Raises `DamagedCheckpoint`."""
-        # No average is made of buffers.
-        buffers = dict(self.model.named_buffers()) if self.average else {}
-        state: dict[str, Tensor] = {}
-        for name, value in weights.items():
-            averaged = self.average and name not in buffers
-            named = state_dict.average_state if averaged else state_dict.model_state
-            state |= named({name: value})
-        read_tensors(self.folder, state, self.index)
+        read_tensors(self.folder, state_dict.model_state(weights), self.index)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -94,10 +98,12 @@ class SavedModel:
         Raises `UserError` if neither is the one that it was trained with.
         """
         name, begin_token = self.config.data.tokenizer, self.config.data.begin_token
+        if self.manifest.tokenizer_sha256 is None:
+            return load_tokenizer(name, begin_token)
         run = Path(os.path.realpath(self.folder)).parent.parent
         copy = RunConfig(run.name, str(run.parent)).tokenizer
         for file in (str(copy), name):
-            with contextlib.suppress(UserError):  # it is not there, as that of one with a name
+            with contextlib.suppress(UserError):  # it is not there
                 tokenizer = load_tokenizer(file, begin_token)
                 if tokenizer.sha256 == self.manifest.tokenizer_sha256:
                     return tokenizer
@@ -116,16 +122,12 @@ def open_model(
     checked. Raises `UserError` if there is none, and `DamagedCheckpoint`.
     """
     if step is not None:
-        found = folders.checkpoints(folders.folder_of(folder))
-        there = {folders.step_of(path): path for path in found}
-        if step not in there:
-            steps = ", ".join(map(str, there)) or "none"
-            raise UserError(f"{folder} has no checkpoint of step {step}: there are {steps}")
-        folder = there[step]
+        folder = checkpoint_of(folder, step)
     folder, manifest = find_checkpoint(folder, lambda text: say(text, error=True), level)
     config = config_from_tables(manifest.config, f"in {folder}/{MANIFEST}")
     model = build_run_model(config, manifest.vocab_size).eval()
-    saved = shapes_in(read_index(folder, manifest))
+    found = SavedModel(folder, manifest, config, model, average)
+    saved = shapes_in(found.index)
     if wrong := files.shape_problem(saved, state_dict.model_state(model.state_dict())):
         raise DamagedCheckpoint(
             f"{folder} does not have the model that its {MANIFEST} describes: it {wrong}"
@@ -134,131 +136,42 @@ def open_model(
         raise UserError(
             f"{folder} has no moving average of its weights: the run had no training.ema_decay"
         )
-    return SavedModel(folder, manifest, config, model, average)
-
-
-@dataclass(frozen=True)
-class FolderModel:
-    """A model in a folder of transformers, whose weights are still on the disk."""
-
-    tables: Tables
-    """Of a config that trains on from it. One without [data] has no tokenizer."""
-    config: ResolvedConfig
-    model: Model
-    """Without memory."""
-    weights: dict[str, files.SavedWeight]
-    """Where each weight of `model` lies."""
-
-    def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Fill `weights`, sharded or not, by name. Raises `UserError`."""
-        files.load_weights(self.weights, weights)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the folder. Raises `UserError`."""
-        return FolderTokenizer(self.config.data.tokenizer)
-
-
-def is_folder_of_transformers(path: PurePath) -> bool:
-    """Return whether `path` is a folder of transformers. A run and a checkpoint are none.
-
-    So is a name that begins with "hf:".
-    """
-    names = (path / CONFIG, path / ADAPTER)
-    return any(map(os.path.isfile, names)) or str(path).startswith(HF)
-
-
-def is_of_hub(source: str) -> bool:
-    """Return whether a name after "hf:" is none of a folder, and may be one of the hub."""
-    name = source.removeprefix(HF)
-    return name != source and NAME.fullmatch(name) is not None and not os.path.lexists(name)
-
-
-def find_folder(source: str) -> tuple[Path, str]:
-    """Return the folder of a path, or of "hf:" and a name, and the name for checkpoint.init_from.
-
-    A model of the hub is fetched into the hub's own cache. Its name has the commit, so that it
-    means the same weights for good. Raises `UserError`, also for a folder without weights.
-    """
-    if is_of_hub(source):
-        folder, source = fetch(source.removeprefix(HF))
-    else:
-        folder = Path(os.path.expanduser(source.removeprefix(HF)))
-        source = f"{HF}{folder.resolve()}"
-    if not os.path.lexists(folder):
-        of_hub = f"{HF}{folder}"
-        more = f": {of_hub} names that model of the hub" if is_of_hub(of_hub) else ""
-        raise UserError(f"there is no folder {folder}{more}")
-    if not files.has_weights(folder):
-        raise files.no_weights(folder)
-    return folder, source
-
-
-def fetch(name: str) -> tuple[Path, str]:
-    """Return the folder of a model of the hub, and its name with the commit. Raises `UserError`."""
-    what = f"there is no folder {name}: the model of the hub"
-    with needs_package("huggingface_hub", what):
-        from huggingface_hub import snapshot_download
-    repository, _, revision = name.partition("@")
-    try:
-        # The cache has a folder for each commit.
-        folder = Path(
-            snapshot_download(repository, revision=revision or None, allow_patterns=FILES)
-        )
-    except Exception as error:  # whatever its network, its cache or the hub have raised
-        first = str(error).partition("\n")[0]
-        raise UserError(
-            f"{what} cannot be fetched ({type(error).__name__}: {first}): check the name and the "
-            "network, and for a model that asks for consent HF_TOKEN"
-        ) from None
-    return folder, f"{HF}{repository}@{folder.name}"
-
-
-def open_folder(named: PurePath) -> FolderModel:
-    """Open a model in a folder of transformers, for inference or to train on from it.
-
-    `named` is its path, or "hf:" and its path or its name on the hub. Raises `UserError`.
-    """
-    try:
-        folder, source = find_folder(str(named))
-        tables = tables_of(folder, source)
-        config = config_from_tables(tables, f"from {folder / CONFIG}")
-        model = build_meta_model(config.model, 1, config.training.seq_len).eval()
-        found = FolderModel(tables, config, model, files.weights_of_folder(folder, model))
-        if wrong := files.weights_problem(found.weights, found.model.state_dict()):
-            raise UserError(f"it {wrong}")
-        if "data" in tables:
-            tokenizer, rows = load_tokenizer(config.data.tokenizer), model.vocab_rows
-            if (largest := max(tokenizer.vocab_size - 1, tokenizer.end_of_text)) >= rows:
-                raise UserError(
-                    f"the largest id of its tokenizer is {largest:,}, and the model has {rows:,} "
-                    "rows: take out tokens that were added, or let resize_token_embeddings of "
-                    "transformers add rows, and save the model again"
-                )
-    except UserError as error:
-        raise UserError(f"{named} cannot be opened: {error}") from None
     return found
 
 
-def tables_of(folder: Path, source: str) -> Tables:
-    """Return the tables of a config that trains on from a `source`. Raises `UserError`."""
-    try:
-        model = from_config(parse_json(read_text(folder / CONFIG)))
-    except (OSError, ValueError) as error:
-        raise UserError(f"its {CONFIG} cannot be read: {error}") from None
-    seq_len = model.pop("seq_len")
-    if model["name"] != "gpt2":  # rotary positions take any length
-        seq_len = min(seq_len, LONGEST)
-    tables: Tables = {
-        "run": {"name": PurePath(source.removeprefix(HF)).name.partition("@")[0]},
-        "model": model,
-        "training": {"seq_len": seq_len},
-        "checkpoint": {"init_from": source},
-    }
-    if (folder / TOKENIZER).exists():
-        # Of a cache, the file is a link to one that has no tokenizer_config.json beside it.
-        tables["data"] = {"tokenizer": str(folder.resolve() / TOKENIZER)}
-    return tables
+def open_last(
+    folder: PurePath, step: int | None, count: int, average: bool = False
+) -> list[SavedModel]:
+    """Open the models of the last `count` checkpoints of a run, up to `step`, newest first.
+
+    Raises as `open_model` does, and if there are fewer.
+    """
+    newest = open_model(folder, step, average)
+    if count == 1:
+        return [newest]
+    found = [
+        path
+        for path in folders.checkpoints(folders.folder_of(folder))
+        if folders.step_of(path) <= newest.step
+    ]
+    if len(found) < count:
+        raise UserError(
+            f"{folder} has {len(found)} checkpoints up to step {newest.step}: lower --average"
+        )
+    earlier = reversed(found[-count:-1])
+    return [newest, *(open_model(path, average=average) for path in earlier)]
+
+
+def checkpoint_of(run: PurePath, step: int) -> PurePath:
+    """Return the checkpoint of a run's `step`. Raises `UserError` if there is none."""
+    folder = folders.folder_of(run)
+    found = {folders.step_of(path): path for path in folders.checkpoints(folder)}
+    if not found:
+        raise folders.no_checkpoint(run)
+    if step not in found:
+        there_are = ", ".join(map(str, found))
+        raise UserError(f"{run} has no checkpoint of step {step}: there are {there_are}")
+    return found[step]
 
 
 def open_any(folder: PurePath, step: int | None = None) -> SavedModel | FolderModel:
@@ -289,6 +202,17 @@ def load_model(
     return model, found.tokenizer, found.config
 
 
+def check_length(model: Model, length: int) -> None:
+    """Raise `UserError` if positions of `model` would depend on how long a sequence is."""
+    args = model.args
+    if getattr(args, "rope_scaling", "") == "dynamic" and length > args.original_len:
+        raise UserError(
+            f"a prompt and what comes after it are {length:,} tokens, and the rotary positions of "
+            f'the model (model.rope_scaling = "dynamic") go to {args.original_len:,}: shorten the '
+            "prompt, or lower max_tokens"
+        )
+
+
 def load_sharded_model(
     folder: PurePath, layout: Layout, dtype: ComputeDtype, step: int | None = None
 ) -> tuple[ParallelModel, Tokenizer]:
@@ -299,7 +223,7 @@ def load_sharded_model(
     rank.
     """
     found = layout.on_first(lambda: open_any(folder, step))
-    tokenizer = found.tokenizer
+    config, tokenizer = found.config, found.tokenizer
     find_starts = partial(
         document_starts,
         end_of_text=tokenizer.end_of_text,
@@ -308,11 +232,11 @@ def load_sharded_model(
     model = ParallelModel(
         found.model,
         ParallelismConfig(),
-        replace(found.config.training, dtype=dtype, compile=False, float8=Float8Config()),
+        replace(config.training, dtype=dtype, compile=False, float8=Float8Config()),
         ActivationCheckpointConfig(),
         layout,
         layout.device,
-        find_starts=find_starts if found.config.data.separate_documents else None,
+        find_starts=find_starts if config.data.separate_documents else None,
     )
     layout.on_all(lambda: found.fill(model.tensors))
     model.follow_weights()
@@ -366,25 +290,6 @@ def check_init_from(config: ResolvedConfig, model: Model) -> None:
         say(f"warning: data.tokenizer = {tokenizer}: {wrong}", error=True)
 
 
-def other_tokenizer(source: str, name: str) -> str:
-    """Return why data.tokenizer, which is `name`, is not that of the model of `source`, or "".
-
-    `source` is as in checkpoint.init_from. Raises `UserError` if the model is not to be had.
-    """
-    if not is_folder_of_transformers(PurePath(source)):
-        return ""
-    file = find_folder(source)[0] / TOKENIZER
-    if not file.exists():
-        remedy = "name the one that the model was trained with"
-        return f"{source} has no {TOKENIZER}: {remedy}" if name == "bytes" else ""
-    both = load_tokenizer(name), load_tokenizer(str(file))
-    with contextlib.suppress(UserError):  # the package is not there
-        ours, theirs = (each.encode_batch([SAMPLE])[0].tolist() for each in both)
-        if ours != theirs:
-            return f"it gives other tokens than {file}, which the model was trained with"
-    return ""
-
-
 def open_source(
     source: str, model: Model, level: Level = "full"
 ) -> SavedModel | dict[str, files.SavedWeight]:
@@ -396,10 +301,12 @@ def open_source(
     bare, before = Path(source), Multipliers()
     try:
         found: SavedModel | dict[str, files.SavedWeight]
-        if is_folder_of_transformers(bare):
+        if source.startswith(HF):
             found = files.weights_of_folder(find_folder(source)[0], model)
         elif source.endswith(".safetensors"):
             found = files.weights_of_file(bare)
+        elif is_folder_of_transformers(bare):
+            raise UserError(f"{source} is a folder of transformers: write {HF}{source}")
         elif files.has_weights(bare):
             found = files.weights_in(bare)
         else:

@@ -1,8 +1,7 @@
 """Tokenizers of folders of Hugging Face's transformers: those that are read, and files to write."""
 
-import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,9 @@ from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer, TiktokenToken
 if TYPE_CHECKING:
     import tokenizers
 
-# What to tell of the tokenizer of an exported model of a type: AutoTokenizer takes one class for
-# all of them, which cuts texts by rules of its own.
-WARNINGS = {
-    "qwen2": "AutoTokenizer of transformers 5 reads the tokenizer of a qwen2 model as a "
-    "Qwen2Tokenizer, which gives other tokens unless it is one: load it by PreTrainedTokenizerFast"
-}
+# The class that AutoTokenizer of transformers 5 takes for every model of a type, whatever its files
+# name. Such a class cuts texts by its own rules, not by tokenizer.json's.
+FORCED = {"qwen2": "Qwen2Tokenizer"}
 
 
 class FolderTokenizer(FileTokenizer):
@@ -43,6 +39,15 @@ class FolderTokenizer(FileTokenizer):
     def ends(self) -> frozenset[int]:
         """What generation_config.json names, or else config.json, or else the tokenizer."""
         return frozenset(self.ends_of_model or [self.end_of_text])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the tokenizer_config.json, over which an older file of special tokens wins where
+        transformers reads it. Raises `UserError` if one is damaged."""
+        settings = super().settings
+        if "added_tokens_decoder" in settings:
+            return settings
+        return settings | self.table("special_tokens_map.json")
 
 
 def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
@@ -100,21 +105,36 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 def begun(text: str, token: str, begin: int) -> str:
     """Return the text of a tokenizer.json that puts a token, of id `begin`, alone before texts."""
-    from tokenizers import Tokenizer, processors
-
-    # A name of its own in the template, where a token's colons and dollars would mean something.
-    named = {"id": "begin", "ids": [begin], "tokens": [token]}
-    tokenizer = Tokenizer.from_str(text)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="begin $A", pair="begin $A $B:1", special_tokens=[named]
-    )
-    return tokenizer.to_str(pretty=True)
+    # As the file has it: the package's constructor takes colons and dollars of a token for its own.
+    first = {"SpecialToken": {"id": token, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB")]
+    template = {
+        "type": "TemplateProcessing",
+        "single": [first, texts[0]],
+        "pair": [first, *texts],
+        "special_tokens": {token: {"id": token, "ids": [begin], "tokens": [token]}},
+    }
+    content = json.loads(text) | {"post_processor": template}
+    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 def ends_of(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a text that is generated, first the one that ends documents."""
     others = tokenizer.ends_of_model if isinstance(tokenizer, FileTokenizer) else []
     return [*dict.fromkeys([tokenizer.end_of_text, *others])]
+
+
+def loading_problem(tokenizer: Tokenizer, model_type: str) -> str:
+    """Return how AutoTokenizer differs on the files for a type of model, with the remedy, or ""."""
+    own = tokenizer.settings if isinstance(tokenizer, FileTokenizer) else {}
+    written_by = str(own.get("tokenizer_class")).removesuffix("Fast")
+    forced = FORCED.get(model_type, written_by)
+    if forced == written_by:
+        return ""
+    return (
+        f"AutoTokenizer of transformers 5 reads the tokenizer of a {model_type} model as a "
+        f"{forced}, which gives other tokens unless it is one: load it by PreTrainedTokenizerFast"
+    )
 
 
 def byte_pair_tokenizer(
@@ -126,10 +146,7 @@ def byte_pair_tokenizer(
     """
     with needs_package("tokenizers", "writing a tokenizer"):
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    # A byte that can be printed has its own letter. The others, in order, have those above.
-    alphabet, others = pre_tokenizers.ByteLevel.alphabet(), itertools.count(256)
-    own = [chr(byte) in alphabet for byte in range(256)]
-    letters = [chr(byte if itself else next(others)) for byte, itself in enumerate(own)]
+    letters = byte_letters(pre_tokenizers.ByteLevel.alphabet())
 
     def word(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -150,6 +167,16 @@ def byte_pair_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
     return tokenizer
+
+
+def byte_letters(alphabet: Iterable[str]) -> list[str]:
+    """Return the letter of the package's `alphabet` that stands for each byte.
+
+    A byte that can be printed has its own letter. The others, in order, have those above.
+    """
+    letters = sorted(alphabet)
+    others = iter(letter for letter in letters if ord(letter) > 255)
+    return [chr(byte) if chr(byte) in letters else next(others) for byte in range(256)]
 
 
 def merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
