@@ -14,7 +14,7 @@ from tests.support.full import FULL
 from tests.support.tiny import tiny_config, write_config, write_text
 from tests.support.tokenizers import letters
 from torchmars import optim
-from torchmars.exchange.folder import open_folder
+from torchmars.exchange.saved_model import open_folder
 from torchmars.training.preparation import prepare_data
 
 OPTIONAL = {

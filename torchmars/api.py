@@ -29,7 +29,7 @@ from torchmars.core.places import place
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.evaluation.sampling import Draw, continuations, encode, predict_with_cache
 from torchmars.evaluation.scoring import Scorer, measure_text, windows_of_files
-from torchmars.exchange.saved_model import check_length, load_model, load_sharded_model
+from torchmars.exchange.saved_model import load_model, load_sharded_model
 from torchmars.models import Model, title
 from torchmars.planning import plan as plans
 from torchmars.planning.report import plan_in_words
@@ -196,7 +196,6 @@ class LanguageModel:
         # A model with a cache is of no other use: take a copy that has the same weights.
         weights = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
         model = deepcopy(self.model, weights)
-        check_length(model, longest + max_tokens)
         predict = predict_with_cache(model, min(model.seq_len, longest + max_tokens))
         return continuations(predict, self.tokenizer, prompts, max_tokens, draw)
 

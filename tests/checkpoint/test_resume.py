@@ -474,7 +474,7 @@ def stale_copies(folder):
     check("a copy in memory", second.model)
     second.checkpointer.saver.release()
     check("a run", built("other", checkpoint={"init_from": str(run)}).model)
-    export([open_model(run)], folder / "bare", "safetensors")
+    export(open_model(run), folder / "bare", "safetensors")
     source = str(folder / "bare")
     check("bare weights", built("third", checkpoint={"init_from": source}).model)
     check("an evaluation", load_sharded_model(run, second.layout, "bfloat16")[0])

@@ -48,7 +48,7 @@ def test_a_run_is_loaded_from_any_folder(folder, tmp_path, monkeypatch):
         _, tokenizer, _ = load_model(place)
         assert tokenizer.encode_batch(["fox"])[0].tolist() == [102, 111, 120]
         assert tokenizer.end_of_text == 127
-    texts = texts_of([open_model(copied)], "float32")
+    texts = texts_of(open_model(copied), "float32")
     assert texts["tokenizer.json"].encode() == content
     for name in ("config.json", "generation_config.json"):
         found = json.loads(texts[name])

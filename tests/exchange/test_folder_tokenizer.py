@@ -14,7 +14,7 @@ from tests.support.tokenizers import letters, tokenizer_file, write_llama, write
 from torchmars.api import load
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
-from torchmars.exchange.folder import open_folder, other_tokenizer
+from torchmars.exchange.saved_model import open_folder, other_tokenizer
 from torchmars.exchange.tokenizer_files import FolderTokenizer, tokenizer_files
 
 transformers = pytest.importorskip("transformers")
@@ -46,18 +46,6 @@ def test_prompts_and_contexts_are_those_of_transformers(tmp_path, template, name
     assert ours.before == theirs("").input_ids
     bos, eos = theirs.bos_token_id, theirs.eos_token_id
     assert ours.begin == (eos if bos is None else bos)  # the harness's rule
-
-
-def test_an_older_file_of_special_tokens_counts_as_in_transformers(tmp_path):
-    write_tokenizer(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    tokens = {"bos_token": {"content": "<unk>", "lstrip": False}, "eos_token": "<s>"}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
-    for more in ({}, {"added_tokens_decoder": {"2": {"content": "</s>"}}}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | more))
-        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        ours = FolderTokenizer(str(tmp_path))
-        assert (ours.begin, ours.end_of_text) == (theirs.bos_token_id, theirs.eos_token_id)
 
 
 def test_what_comes_after_a_text_is_left_out(tmp_path):

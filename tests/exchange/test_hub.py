@@ -19,8 +19,7 @@ from tests.support.tiny import tiny_config, tiny_tables, write_text
 from tests.support.tokenizers import letters
 from torchmars.begin import install_command
 from torchmars.config.load import config_from_tables
-from torchmars.exchange.folder import FILES, find_folder, open_folder
-from torchmars.exchange.saved_model import open_any
+from torchmars.exchange.saved_model import FILES, find_folder, open_any, open_folder
 from torchmars.training.build import resolve_source
 from torchmars.training.preparation import prepare_run
 

@@ -46,11 +46,6 @@ VARIANTS = {
     "llama linear": {"rope_scaling": "linear", "rope_scaling_factor": 4.0},
     "llama yarn": YARN,
     "llama yarn, slow": YARN | {"rope_beta_fast": 3.0, "rope_attention_factor": 0.7},
-    "llama dynamic": {
-        "rope_scaling": "dynamic",
-        "rope_scaling_factor": 2.0,
-        "rope_original_len": ARGS.seq_len,
-    },
     "mistral": {"window": 5},
     "ministral": {"window": 5, "window_blocks": "sf"},
     "smollm3": {"rope_blocks": "rn", "tied": True},

@@ -96,10 +96,6 @@ def test_flops_count_the_tokens_of_a_window():
         ({"window_blocks": "sf"}, "has no meaning without model.window"),
         ({"rope_attention_factor": 2.0}, 'has no meaning without model.rope_scaling = "yarn"'),
         ({"rope_scaling": "yarn"}, "needs model.rope_original_len"),
-        (
-            {"rope_scaling": "dynamic", "rope_original_len": ARGS.seq_len - 1},
-            "longer than model.rope_original_len",
-        ),
     ],
 )
 def test_what_cannot_be_built_is_one_line(changes, message):

@@ -6,8 +6,7 @@ from tests.support.tiny import listen, tiny_tables, write_text
 from tests.support.tokenizers import write_llama
 from torchmars.api import load
 from torchmars.exchange.export import export
-from torchmars.exchange.folder import open_folder
-from torchmars.exchange.saved_model import load_model, open_model
+from torchmars.exchange.saved_model import load_model, open_folder, open_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,7 +39,7 @@ def test_a_run_is_asked_and_exported_as_its_documents_began(folder, tmp_path):
     run, prompts = folder / "runs" / "asked", ["The", "", "The cat sat on"]
     _, tokenizer, _ = load_model(run)
     assert (tokenizer.before, tokenizer.begin, tokenizer.end_of_text) == ([1], 1, 2)
-    export([open_model(run)], tmp_path / "hf")
+    export(open_model(run), tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.config.bos_token_id == theirs.generation_config.bos_token_id == 1

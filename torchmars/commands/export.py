@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Literal
 
-from torchmars.config.fields import Count, Positive
+from torchmars.config.fields import Count
 from torchmars.config.plugins import PluginOptions
 from torchmars.core.cli import Positional, parse
 from torchmars.core.console import next_commands, say
@@ -32,8 +32,6 @@ class Export(PluginOptions):
     """Whose names the weights get."""
     step: Count | None = None
     """Of a run, take the checkpoint of this step."""
-    average: Positive = 1
-    """Of a run, take the mean of the last so many checkpoints."""
     ema: bool = False
     """Take the moving average of the weights, of a run with training.ema_decay."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -48,17 +46,17 @@ def main() -> None:
         check_target(target)
         from torchmars.exchange import export, saved_model
 
-        models = saved_model.open_last(options.run, options.step, options.average, options.ema)
-        export.export(models, target, options.to, options.dtype)
-        newest = models[0]
-        parameters = [parameter.numel() for parameter in newest.model.parameters()]
+        saved = saved_model.open_model(options.run, options.step, options.ema)
+        export.export(saved, target, options.to, options.dtype)
+        parameters = [parameter.numel() for parameter in saved.model.parameters()]
         say(f"{target}: {counted(len(parameters), 'tensor')}, {sum(parameters):,} weights")
-        loss = newest.manifest.validation_loss
+        loss = saved.manifest.validation_loss
         measured = "" if loss is None else f", validation loss {loss:.4f}"
-        say(f"of {newest.folder}, step {newest.step:,}{measured}")
+        say(f"of {saved.folder}, step {saved.manifest.step:,}{measured}")
         if options.to == "hf":
-            if problem := export.tokenizer_problem(newest):
-                say(f"warning: {problem}")
+            if getattr(saved.model.args, "qkv_bias", False):
+                told = "AutoTokenizer of transformers 5 reads the tokenizer of a qwen2 model"
+                say(f"warning: {told} in its own way: load it by PreTrainedTokenizerFast")
             say(f'Python: transformers.AutoModelForCausalLM.from_pretrained("{target}")')
             say(*next_commands(["torchmars", "generate", str(target), "--prompt", "The"]))
 

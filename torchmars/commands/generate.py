@@ -62,7 +62,6 @@ def main() -> None:
         model, tokenizer, _ = saved_model.load_model(options.folder, options.step)
         model.to(gpu_type() or "cpu")
         longest = max(len(sampling.encode(tokenizer, prompt)) for prompt in prompts)
-        saved_model.check_length(model, longest + options.max_tokens)
         room = min(model.seq_len, longest + options.max_tokens)
         predict = sampling.predict_with_cache(model, room)
         draw = sampling.Draw(options.temperature, options.top_k, options.top_p, options.seed)

@@ -41,7 +41,7 @@ def main() -> None:
         wrong = path_problem(options.config, "file") or "it exists" * options.config.exists()
         if wrong:
             raise UserError(f"cannot write {options.config}: {wrong}: name a new file")
-        from torchmars.exchange.folder import open_folder
+        from torchmars.exchange.saved_model import open_folder
 
         found = open_folder(options.folder)
         tables = found.tables

@@ -99,10 +99,9 @@ class DecoderArgs(ModelArgs):
     """Base of the wavelengths of rotary positions."""
     rope_scaling_factor: Annotated[float, Interval(ge=1, le=1_000)] = 1.0
     """Stretch rotary wavelengths by this, in the way of rope_scaling. 1: leave them."""
-    rope_scaling: Literal["llama3", "linear", "yarn", "dynamic"] = "llama3"
+    rope_scaling: Literal["llama3", "linear", "yarn"] = "llama3"
     """Which wavelengths rope_scaling_factor stretches. llama3: long ones. linear: all. yarn: those
-    that turn less than rope_beta_fast times in rope_original_len tokens. dynamic: none up to
-    rope_original_len tokens, and longer sequences are refused."""
+    that turn less than rope_beta_fast times in rope_original_len tokens."""
     rope_original_len: Annotated[int, Interval(ge=1, le=100_000_000), Mark.NO_SHAPE] | None = None
     """Tokens that the model took before the stretching. Default with llama3: 8192."""
     rope_beta_fast: Annotated[float, Interval(ge=0.001, le=10_000)] = 32.0
@@ -156,21 +155,15 @@ class DecoderArgs(ModelArgs):
 
     def check_rope(self) -> None:
         """Raise `UserError` for rotary positions that cannot be computed."""
-        if self.rope_scaling in ("yarn", "dynamic") and self.rope_original_len is None:
+        if self.rope_scaling == "yarn" and self.rope_original_len is None:
             raise UserError(
-                f'model.rope_scaling = "{self.rope_scaling}" needs model.rope_original_len: set it '
-                "to the tokens that the model took before"
+                'model.rope_scaling = "yarn" needs model.rope_original_len: set it to the tokens '
+                "that the model took before"
             )
         own = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_attention_factor": None}
         for name, default in own.items() if self.rope_scaling != "yarn" else ():
             if getattr(self, name) != default:
                 raise UserError(f'model.{name} has no meaning without model.rope_scaling = "yarn"')
-        if self.rope_scaling == "dynamic" and self.seq_len > self.original_len:
-            raise UserError(
-                f"sequences of {self.seq_len} tokens are longer than model.rope_original_len = "
-                f'{self.rope_original_len}, past which model.rope_scaling = "dynamic" would depend '
-                'on the batch: lower training.seq_len, or choose "yarn"'
-            )
 
     def check_experts(self) -> None:
         """Raise `UserError` for experts that cannot be built."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchmars.core.errors import UserError, missing_package, needs_package
 from torchmars.exchange.deepseek_family import DeepseekFamily
-from torchmars.exchange.family import Counterpart, Family, ModelKind, require_all, whole_number
+from torchmars.exchange.family import Counterpart, Family, ModelKind, number, require_all
 from torchmars.exchange.gpt2_family import GPT2Family
 from torchmars.exchange.llama_family import LlamaFamily
 from torchmars.models.model import Model
@@ -33,7 +33,6 @@ REFUSED = {
     "quantization_config": "its weights are quantised: fetch it in bfloat16, or dequantise it",
     "text_config": "it is more than a model of text: export that alone",
     "is_causal": "tokens see later ones there, and never here",
-    "per_layer_config": "blocks with settings of their own are not here",
     "transformers_weights": "name that file model.safetensors, and leave the key out",
 }
 
@@ -90,16 +89,11 @@ def as_its_class_has_it(name: str, kind: ModelKind, given: Mapping[str, Any]) ->
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     if tuple(map(int, version("transformers").split(".")[:2])) < OLDEST:
         raise missing_package("transformers>=5.24", "a folder of transformers", "hf")
-    if name not in CONFIG_MAPPING:
-        raise UserError(f"its model_type {name} is not in this version of transformers: renew it")
     cls = CONFIG_MAPPING[name]
     read = {*kind.keys.values(), *kind.allowed, *kind.reads}
     pairs = [pair for pair in cls.attribute_map.items() if read & {*pair}]  # two names of one key
     read |= {key for pair in pairs for key in pair}
     values = {key: given[key] for key in read & given.keys()}
-    for one, other in [*pairs, *((other, one) for one, other in pairs)]:
-        if values.get(one) is not None and values.get(other, 0) is None:
-            del values[other]  # null under one name says nothing beside the other
     for one, other in pairs:
         if {one, other} <= values.keys() and values[one] != values[other]:
             raise UserError(
@@ -108,19 +102,16 @@ def as_its_class_has_it(name: str, kind: ModelKind, given: Mapping[str, Any]) ->
             )
     blocks = kind.keys["n_layer"]
     for key in {blocks, *(one for one, other in pairs if other == blocks)} & values.keys():
-        if whole_number(values, key) > MOST_BLOCKS:
+        if number(values, key, 1) > MOST_BLOCKS:
             raise UserError(f"its {key} is {values[key]}: it must be at most {MOST_BLOCKS}")
     made, reason = made_by(cls, values)
     if reason:
         # Tables first: a class complains of a key that is right beside a wrong one.
-        for key in sorted(values, key=lambda key: not isinstance(values[key], dict)):
-            others = {name: value for name, value in values.items() if name != key}
-            if not made_by(cls, others)[1]:
-                wrong = f"{key} is {values[key]!r:.300}"
-                break
-        else:
-            wrong = "config.json is as it is"
-        raise UserError(f"its {wrong}, which {cls.__name__} of transformers refuses ({reason})")
+        keys = sorted(values, key=lambda key: not isinstance(values[key], dict))
+        without = ({name: values[name] for name in values if name != key} for key in keys)
+        wrong = [key for key, rest in zip(keys, without) if not made_by(cls, rest)[1]][:1]
+        said = f"{wrong[0]} is {values[wrong[0]]!r:.300}" if wrong else "config.json is as it is"
+        raise UserError(f"its {said}, which {cls.__name__} of transformers refuses ({reason})")
     return {key: getattr(made, key) for key in read if hasattr(made, key)}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchmars.config.llama import LlamaArgs
-from torchmars.config.model_args import LLAMA3_CONTEXT, DecoderArgs
+from torchmars.config.model_args import DecoderArgs
 from torchmars.core.errors import UserError
 from torchmars.exchange.family import (
     Counterpart,
@@ -19,7 +19,6 @@ from torchmars.exchange.family import (
     require_all,
     shape_of,
     their_name,
-    whole_number,
 )
 from torchmars.models.llama import Llama
 from torchmars.models.model import Model
@@ -27,18 +26,25 @@ from torchmars.models.rotary import HIGH, LOW
 
 ORIGINAL = "original_max_position_embeddings"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL)
+# The keys of each way to scale rotary positions. Those of YaRN alone may be left out.
+OF_YARN = {"rope_beta_fast": "beta_fast", "rope_beta_slow": "beta_slow"}
+OF_YARN |= {"rope_attention_factor": "attention_factor"}
+STRETCHED = {"rope_scaling_factor": "factor"}
+LONGER = STRETCHED | {"rope_original_len": ORIGINAL}
+SCALED_BY = {"linear": STRETCHED, "llama3": LONGER, "yarn": LONGER | OF_YARN}
 WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
 READS = (*ROPE, *WINDOWS, "no_rope_layers", "no_rope_layer_interval")
 SHAPE = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_kv_head": "num_key_value_heads",
-    "head_dim": "head_dim",
     "n_embd": "hidden_size",
+    "head_dim": "head_dim",
     "n_inner": "intermediate_size",
     "vocab_size": "vocab_size",
     "seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
 }
 MIXTURE = SHAPE | {
     "n_expert_used": "num_experts_per_tok",
@@ -79,9 +85,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
 }
 REMEDY = "such weights can only be written with --to safetensors"
 SWITCHES = ("qk_norm", "qk_norm_whole", "post_norms", "qkv_bias")  # true where a kind has them
-PLAIN = {"n_expert": 0, "rotary_fraction": 1.0} | dict.fromkeys(SWITCHES, False)
-PLAIN_EXPERTS = {"router": "softmax", "n_expert_shared": 0, "n_dense": 0, "routed_scaling": 1.0}
-PLAIN_EXPERTS |= {"norm_topk_prob": True}
+OF_EXPERTS = ("router", "n_expert_shared", "n_dense", "routed_scaling", "norm_topk_prob")
 WITH_SWITCH = ("smollm3", "qwen2", "qwen3", "qwen3_moe")  # a window only by use_sliding_window
 WINDOW, FULL = "sliding_attention", "full_attention"
 LLAMA_NAMES = {
@@ -129,10 +133,12 @@ class LlamaFamily(Family):
     model: type[Model] = Llama
     kinds: Mapping[str, ModelKind] = {
         **dict.fromkeys(FEATURES, ModelKind(SHAPE, ALLOWED, READS)),
+        # Its class gives all blocks the window, whatever it says of them: that is a Ministral.
+        "mistral": ModelKind(SHAPE, ALLOWED | {"layer_types": [None]}, READS),
         "qwen3_moe": ModelKind(
             MIXTURE | {"n_expert": "num_experts"},
             ALLOWED
-            | {"decoder_sparse_step": [1], "mlp_only_layers": (None, []), "norm_topk_prob": EITHER},
+            | {"decoder_sparse_step": [1], "mlp_only_layers": ([], None), "norm_topk_prob": EITHER},
             READS,
         ),
         "mixtral": ModelKind(
@@ -143,7 +149,10 @@ class LlamaFamily(Family):
             READS,
         ),
         "glm4_moe": ModelKind(
-            MIXTURE | SIGMOID | {"n_dense": "first_k_dense_replace", "qkv_bias": "attention_bias"},
+            MIXTURE
+            | SIGMOID
+            | {"n_dense": "first_k_dense_replace", "qkv_bias": "attention_bias"}
+            | {"qk_norm": "use_qk_norm"},
             ALLOWED
             | dict.fromkeys(("attention_bias", "use_qk_norm", "norm_topk_prob"), EITHER)
             | {"n_group": [1], "topk_group": [1]},
@@ -154,17 +163,14 @@ class LlamaFamily(Family):
 
     def section(self, kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
         windows = windows_there(kind, config)
-        found: dict[str, Any] = {"name": "llama"} | {
-            name: name in FEATURES[kind][0] for name in SWITCHES
-        }
-        found |= {"tied": config["tie_word_embeddings"], **windows}
+        found = {"name": "llama"} | {name: name in FEATURES[kind][0] for name in SWITCHES} | windows
         found |= olmo_rope_of(config, windows) if kind == "olmo3" else rope_of(kind, config)
         if config.get("head_dim") is None:
-            heads = whole_number(config, "num_attention_heads")
-            config = {**config, "head_dim": whole_number(config, "hidden_size") // heads}
+            width = config["hidden_size"] // number(config, "num_attention_heads", 1)
+            config = {**config, "head_dim": width}
         if kind == "glm4_moe":
-            found |= {"router": "sigmoid", "qk_norm": config["use_qk_norm"]}
-            found["rotary_fraction"] = number(config["rope_parameters"], "partial_rotary_factor")
+            fraction = number(config["rope_parameters"], "partial_rotary_factor")
+            found |= {"router": "sigmoid", "rotary_fraction": fraction}
         return found | shape_of(self.kinds[kind], config)
 
     def config(self, model: Any) -> dict[str, Any]:
@@ -172,13 +178,9 @@ class LlamaFamily(Family):
         kind = kind_there(args)
         title = {"smollm3": "SmolLM3"}.get(kind, kind.title().replace("_", ""))
         found: dict[str, Any] = {"architectures": [f"{title}ForCausalLM"], "model_type": kind}
-        found |= {"attention_bias": False, **keys_of(self.kinds[kind], args)}
+        found |= keys_of(self.kinds[kind], args)
         found |= olmo_rope_config(args) if kind == "olmo3" else rope_config(args)
-        found |= {"hidden_act": "silu", "tie_word_embeddings": args.tied}
-        if kind == "qwen3_moe":
-            found |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
         if kind == "glm4_moe":
-            found |= {"n_group": 1, "topk_group": 1, "use_qk_norm": args.qk_norm}
             found |= {"partial_rotary_factor": args.rotary_fraction, "num_nextn_predict_layers": 0}
         return found | window_config(kind, args)
 
@@ -216,8 +218,8 @@ def kind_there(args: LlamaArgs) -> str:
 
 def features(args: LlamaArgs) -> set[str]:
     """Return what a model has that a plain Llama has not, by the settings that ask for it."""
-    plain = PLAIN | (PLAIN_EXPERTS if args.n_expert else {})
-    has = {name: getattr(args, name) != value for name, value in plain.items()}
+    names = ("n_expert", "rotary_fraction", *SWITCHES, *(OF_EXPERTS if args.n_expert else ()))
+    has = {name: getattr(args, name) != getattr(LlamaArgs, name) for name in names}
     windows = [args.window_of(number) for number in range(args.n_layer)]
     letters = [args.rope_letter(number) for number in range(args.n_layer)]
     if args.rope_scaling_factor == 1:  # unscaled ones are as all others then
@@ -230,46 +232,30 @@ def features(args: LlamaArgs) -> set[str]:
 
 
 def windows_there(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `window`, `window_blocks` and `rope_blocks` of a config.json, where they are not ours.
+    """Return `window`, `window_blocks` and `rope_blocks` of a config.json, where it has some.
 
     Raises `UserError` for lists that its class would not follow.
     """
     found: dict[str, Any] = {}
     if kind == "smollm3":
-        rotates = by_block(config, "no_rope_layers")
-        if {*map(str, rotates)} - {"0", "1"}:
-            raise UserError(f"its no_rope_layers is {rotates!r}: it must have 0 and 1 only")
-        if not all(rotates):
-            found["rope_blocks"] = shortest("".join("nr"[each] for each in rotates))
-    types, window, may = config.get("layer_types"), config.get("sliding_window"), FEATURES[kind][1]
+        rotates = config["no_rope_layers"]
+        if len(rotates) != config["num_hidden_layers"] or {*rotates} - {0, 1}:
+            has = "0 and 1 only, one of them for each block"
+            raise UserError(f"its no_rope_layers is {rotates!r}: it must have {has}")
+        found["rope_blocks"] = shortest("".join("nr"[each] for each in rotates))
+    types, may = config.get("layer_types") or [], FEATURES[kind][1]
     known = (FULL, WINDOW) if "window_blocks" in may else [FULL]
-    if types is not None and kind == "mistral":
-        raise UserError(
-            "its layer_types are not followed by its class, which gives all blocks the window: "
-            "leave them out, or say model_type = ministral"
-        )
-    for each in types or ():
+    for each in types:
         require_all({"layer_types": each}, {"layer_types": known})
     on = "window" in may and (kind not in WITH_SWITCH or config["use_sliding_window"])
-    if window is None or not on:
-        if WINDOW in (types or ()):
+    if not on or config.get("sliding_window") is None:
+        if WINDOW in types:
             raise UserError(f"its layer_types has {WINDOW!r}, and its window is off or null")
         return found
-    slides = [each == WINDOW for each in types or [WINDOW] * config["num_hidden_layers"]]
-    if any(slides):
-        found["window"] = whole_number(config, "sliding_window")
-    if any(slides) and not all(slides):
-        found["window_blocks"] = shortest("".join("fs"[each] for each in slides))
-    return found
-
-
-def by_block(config: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a list with an entry for each block. Raises `UserError` if it is none."""
-    found, blocks = config[name], config["num_hidden_layers"]
-    if not isinstance(found, list) or len(found) != blocks:
-        raise UserError(
-            f"its {name} is {found!r}: it must have an entry for each of {blocks} blocks"
-        )
+    slides = "".join("fs"[each == WINDOW] for each in types) or "s"
+    if "s" in slides:
+        window = number(config, "sliding_window", 1)
+        found |= {"window": window, "window_blocks": shortest(slides)}
     return found
 
 
@@ -293,9 +279,6 @@ def window_config(kind: str, args: LlamaArgs) -> dict[str, Any]:
         found["layer_types"] = [WINDOW if each else FULL for each in windows]
     if kind in WITH_SWITCH:
         found["use_sliding_window"] = window is not None
-    if kind in ("qwen2", "qwen3"):
-        first = (number for number, each in enumerate(windows) if each)
-        found["max_window_layers"] = next(first, len(windows))
     if kind == "smollm3":
         letters = map(args.rope_letter, range(args.n_layer))
         found["no_rope_layers"] = [int(letter != "n") for letter in letters]
@@ -310,40 +293,26 @@ def rope_of(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"its rotary positions are those of layers of types: {', '.join(nested)}")
     if kind != "glm4_moe":
         require_all(table, {"partial_rotary_factor": [None, 1.0]})
-    found: dict[str, Any] = {"rope_theta": number(table, "rope_theta")}
+    found: dict[str, Any] = {"rope_theta": number(table, "rope_theta"), "rope_scaling_factor": 1.0}
     scaling = table["rope_type"]
     if scaling == "default":
-        return found | {"rope_scaling_factor": 1.0}
-    if scaling not in ("llama3", "linear", "yarn", "dynamic"):
+        return found
+    if scaling not in [*SCALED_BY]:
         raise UserError(f"its rotary positions are scaled by {table}, which is not here")
-    longest = whole_number(config, "max_position_embeddings")
+    require_all(
+        table, {"low_freq_factor": [LOW], "high_freq_factor": [HIGH], "truncate": [None, True]}
+    )
     if scaling == "yarn" and table["factor"] is None:
-        table = {**table, "factor": longest / whole_number(table, ORIGINAL)}
-    found["rope_scaling_factor"] = number(table, "factor")
-    if scaling == "llama3":
-        require_all(table, {"low_freq_factor": [LOW], "high_freq_factor": [HIGH]})
-        original = whole_number(table, ORIGINAL)
-        return found | ({} if original == LLAMA3_CONTEXT else {"rope_original_len": original})
-    found["rope_scaling"] = scaling
-    if scaling == "dynamic":
-        found["rope_original_len"] = longest
-    return found | (yarn_of(table) if scaling == "yarn" else {})
-
-
-def yarn_of(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our settings of YaRN. Raises `UserError` for one that we lack."""
-    require_all(table, {"truncate": [None, True]})
-    found: dict[str, Any] = {"rope_original_len": whole_number(table, ORIGINAL)}
-    for name in ("beta_fast", "beta_slow"):
-        if table.get(name):
-            found[f"rope_{name}"] = number(table, name)
-    if table.get("attention_factor") is not None:
-        found["rope_attention_factor"] = number(table, "attention_factor")
-    elif table.get("mscale") and table.get("mscale_all_dim"):
-        grown = 0.1 * math.log(number(table, "factor"))
+        table = {**table, "factor": config["max_position_embeddings"] / number(table, ORIGINAL, 1)}
+    for ours, name in SCALED_BY[scaling].items():
+        if name not in OF_YARN.values() or table.get(name) is not None:
+            found[ours] = number(table, name)
+    both = table.get("mscale") and table.get("mscale_all_dim")
+    if scaling == "yarn" and both and "rope_attention_factor" not in found:
+        grown = 0.1 * math.log(number(table, "factor", 1))
         one, other = (grown * number(table, name) + 1 for name in ("mscale", "mscale_all_dim"))
         found["rope_attention_factor"] = one / other
-    return found
+    return found | {"rope_scaling": scaling}
 
 
 def olmo_rope_of(config: Mapping[str, Any], windows: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,21 +340,16 @@ def rope_config(args: DecoderArgs) -> dict[str, Any]:
 
     transformers 5 reads these of earlier versions too, and puts them into `rope_parameters`.
     """
+    found: dict[str, Any] = {"rope_theta": args.rope_theta}
     if args.rope_scaling_factor == 1 and args.rope_attention_factor is None:
-        return {"rope_theta": args.rope_theta}
-    table: dict[str, Any] = {"rope_type": args.rope_scaling, "factor": args.rope_scaling_factor}
+        return found
+    ours = vars(args) | {"rope_original_len": args.original_len}
+    values = {name: ours[each] for each, name in SCALED_BY[args.rope_scaling].items()}
     if args.rope_scaling == "llama3":
-        table |= {"low_freq_factor": LOW, "high_freq_factor": HIGH}
-    if args.rope_scaling == "yarn":
-        table |= {"beta_fast": args.rope_beta_fast, "beta_slow": args.rope_beta_slow}
-        if args.rope_attention_factor is not None:
-            table["attention_factor"] = args.rope_attention_factor
-    if args.rope_scaling in ("llama3", "yarn"):
-        table[ORIGINAL] = args.original_len
-    found = {"rope_theta": args.rope_theta, "rope_scaling": table}
-    # The frequencies of a longer sequence would follow from this length.
-    longest = {"max_position_embeddings": args.original_len}
-    return found | (longest if args.rope_scaling == "dynamic" else {})
+        values |= {"low_freq_factor": LOW, "high_freq_factor": HIGH}
+    table = {name: value for name, value in values.items() if value is not None}
+    found["rope_scaling"] = {"rope_type": args.rope_scaling, **table}
+    return found
 
 
 def olmo_rope_config(args: LlamaArgs) -> dict[str, Any]:

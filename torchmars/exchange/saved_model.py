@@ -1,10 +1,11 @@
 """A model that is saved: to use it without an optimizer, and to start a new run from its weights.
 
-It is that of a checkpoint, of a folder of transformers, or bare weights.
+It is that of a checkpoint, of a folder of Hugging Face's transformers or its hub, or bare weights.
 """
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,24 +22,21 @@ from torchmars.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from torchmars.checkpoint.reader import read_index, read_tensors, shapes_in
 from torchmars.checkpoint.resume import find_checkpoint
 from torchmars.config import ActivationCheckpointConfig, ParallelismConfig, ResolvedConfig
-from torchmars.config.load import config_from_tables
+from torchmars.config.load import Tables, config_from_tables
 from torchmars.config.model_args import Multipliers
 from torchmars.config.sections import HF, RunConfig
 from torchmars.config.training import Float8Config
+from torchmars.core.check import parse_json
 from torchmars.core.console import say
-from torchmars.core.errors import UserError
+from torchmars.core.errors import UserError, needs_package
+from torchmars.core.files import read_text
 from torchmars.core.places import place
 from torchmars.core.words import counted
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.exchange import weights as files
-from torchmars.exchange.folder import (
-    FolderModel,
-    find_folder,
-    is_folder_of_transformers,
-    open_folder,
-    other_tokenizer,
-)
-from torchmars.models import Model, build_run_model
+from torchmars.exchange.families import from_config
+from torchmars.exchange.tokenizer_files import FolderTokenizer
+from torchmars.models import Model, build_meta_model, build_run_model
 from torchmars.models.documents import document_starts
 from torchmars.optim import MARS
 from torchmars.optim.rules import state_fits
@@ -48,6 +46,15 @@ from torchmars.storage.storage import MANIFEST
 
 ComputeDtype = Literal["float32", "bfloat16"]
 Level = Literal["full", "size"]
+CONFIG, ADAPTER, TOKENIZER = "config.json", "adapter_config.json", "tokenizer.json"
+UNTIED = "it is loaded as model.tied = false"
+LONGEST = 8192  # of the sequences to train on, where a model takes any
+NAME = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")  # NAME or NAME@REVISION
+# All that is read of a model of the hub. Nothing else is fetched, so that no pickle is.
+FILES = [CONFIG, ADAPTER, files.WEIGHTS, files.INDEX, "model-*-of-*.safetensors", TOKENIZER]
+FILES += ["tokenizer_config.json", "generation_config.json"]
+# By which tokenizers are told apart.
+SAMPLE = "The quick brown fox's 12345 jumps,  over\n\n  the lazy\tdog — naïve 北京."
 
 
 @dataclass(frozen=True)
@@ -62,11 +69,6 @@ class SavedModel:
     average: bool = False
     """Whether its weights are the moving average of the run's."""
 
-    @property
-    def step(self) -> int:
-        """Optimizer steps that were made."""
-        return self.manifest.step
-
     @cached_property
     def index(self) -> dcp.Metadata:
         """Where its tensors lie."""
@@ -78,18 +80,18 @@ class SavedModel:
 
     def read(self, name: str) -> Tensor:
         """Return a weight. Raises `DamagedCheckpoint`."""
-        module, _, last = name.rpartition(".")
-        owner = self.model.get_submodule(module)
-        value = torch.empty(getattr(owner, last).shape)
-        is_buffer = last in dict(owner.named_buffers(recurse=False))  # no average is made of these
-        averaged = self.average and not is_buffer
-        state = state_dict.average_state if averaged else state_dict.model_state
-        read_tensors(self.folder, state({name: value}), self.index)
+        value = torch.empty(self.model.state_dict()[name].shape)
+        self.fill({name: value})
         return value
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
         """Fill `weights`, sharded or not, by name. Raises `DamagedCheckpoint`."""
-        read_tensors(self.folder, state_dict.model_state(weights), self.index)
+        # No average is made of buffers.
+        own = dict(self.model.named_buffers()) if self.average else weights
+        averaged = {name: each for name, each in weights.items() if name not in own}
+        others = {name: each for name, each in weights.items() if name in own}
+        state = state_dict.average_state(averaged) | state_dict.model_state(others)
+        read_tensors(self.folder, state, self.index)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -111,6 +113,28 @@ class SavedModel:
             f"neither {copy} nor {name} is the tokenizer that {self.folder} was trained with: put "
             "its tokenizer.json, and the tokenizer_config.json beside it, back into one of them"
         )
+
+
+@dataclass(frozen=True)
+class FolderModel:
+    """A model in a folder of transformers, whose weights are still on the disk."""
+
+    tables: Tables
+    """Of a config that trains on from it. One without [data] has no tokenizer."""
+    config: ResolvedConfig
+    model: Model
+    """Without memory."""
+    weights: dict[str, files.SavedWeight]
+    """Where each weight of `model` lies."""
+
+    def fill(self, weights: Mapping[str, Tensor]) -> None:
+        """Fill `weights`, sharded or not, by name. Raises `UserError`."""
+        files.load_weights(self.weights, weights)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the folder. Raises `UserError`."""
+        return FolderTokenizer(self.config.data.tokenizer)
 
 
 def open_model(
@@ -139,29 +163,6 @@ def open_model(
     return found
 
 
-def open_last(
-    folder: PurePath, step: int | None, count: int, average: bool = False
-) -> list[SavedModel]:
-    """Open the models of the last `count` checkpoints of a run, up to `step`, newest first.
-
-    Raises as `open_model` does, and if there are fewer.
-    """
-    newest = open_model(folder, step, average)
-    if count == 1:
-        return [newest]
-    found = [
-        path
-        for path in folders.checkpoints(folders.folder_of(folder))
-        if folders.step_of(path) <= newest.step
-    ]
-    if len(found) < count:
-        raise UserError(
-            f"{folder} has {len(found)} checkpoints up to step {newest.step}: lower --average"
-        )
-    earlier = reversed(found[-count:-1])
-    return [newest, *(open_model(path, average=average) for path in earlier)]
-
-
 def checkpoint_of(run: PurePath, step: int) -> PurePath:
     """Return the checkpoint of a run's `step`. Raises `UserError` if there is none."""
     folder = folders.folder_of(run)
@@ -172,6 +173,126 @@ def checkpoint_of(run: PurePath, step: int) -> PurePath:
         there_are = ", ".join(map(str, found))
         raise UserError(f"{run} has no checkpoint of step {step}: there are {there_are}")
     return found[step]
+
+
+def is_folder_of_transformers(path: PurePath) -> bool:
+    """Return whether `path` is a folder of transformers. A run and a checkpoint are none.
+
+    So is a name that begins with "hf:".
+    """
+    own = any(os.path.isfile(path / name) for name in (CONFIG, ADAPTER))
+    return own or str(path).startswith(HF)
+
+
+def is_of_hub(source: str) -> bool:
+    """Return whether a name after "hf:" is none of a folder, and may be one of the hub."""
+    name = source.removeprefix(HF)
+    return name != source and NAME.fullmatch(name) is not None and not os.path.lexists(name)
+
+
+def find_folder(source: str) -> tuple[Path, str]:
+    """Return the folder of a path, or of "hf:" and a name, and the name for checkpoint.init_from.
+
+    A model of the hub is fetched into the hub's own cache. Its name has the commit, so that it
+    means the same weights for good. Raises `UserError`, also for a folder without weights.
+    """
+    if is_of_hub(source):
+        folder, source = fetch(source.removeprefix(HF))
+    else:
+        folder = Path(os.path.expanduser(source.removeprefix(HF)))
+        source = f"{HF}{folder.resolve()}"
+    if not os.path.lexists(folder):
+        of_hub = f"{HF}{folder}"
+        more = f": {of_hub} names that model of the hub" if is_of_hub(of_hub) else ""
+        raise UserError(f"there is no folder {folder}{more}")
+    if not files.has_weights(folder):
+        raise files.no_weights(folder)
+    return folder, source
+
+
+def fetch(name: str) -> tuple[Path, str]:
+    """Return the folder of a model of the hub, and its name with the commit. Raises `UserError`."""
+    what = f"there is no folder {name}: the model of the hub"
+    with needs_package("huggingface_hub", what):
+        from huggingface_hub import snapshot_download
+    repository, _, revision = name.partition("@")
+    try:
+        # The cache has a folder for each commit.
+        found = snapshot_download(repository, revision=revision or None, allow_patterns=FILES)
+    except Exception as error:  # whatever its network, its cache or the hub have raised
+        first = str(error).partition("\n")[0]
+        raise UserError(
+            f"{what} cannot be fetched ({type(error).__name__}: {first}): check the name and the "
+            "network, and for a model that asks for consent HF_TOKEN"
+        ) from None
+    return Path(found), f"{HF}{repository}@{Path(found).name}"
+
+
+def open_folder(named: PurePath) -> FolderModel:
+    """Open a model in a folder of transformers, for inference or to train on from it.
+
+    `named` is its path, or "hf:" and its path or its name on the hub. A head that its config.json
+    ties to the token table, and that is another, is not tied: that is told. Raises `UserError`.
+    """
+    try:
+        folder, source = find_folder(str(named))
+        tables = tables_of(folder, source)
+        try:
+            found = model_in(folder, tables)
+        except files.OtherHead:
+            if not tables["model"].get("tied"):
+                raise
+            say(f"warning: {folder}: {files.HEAD} has other values: {UNTIED}", error=True)
+            tables["model"]["tied"] = False
+            found = model_in(folder, tables)
+        there = {name: place.shape for name, place in found.weights.items()}
+        if wrong := files.shape_problem(there, found.model.state_dict()):
+            raise UserError(f"it {wrong}")
+        check_tokenizer(folder, found)
+    except UserError as error:
+        raise UserError(f"{named} cannot be opened: {error}") from None
+    return found
+
+
+def tables_of(folder: Path, source: str) -> Tables:
+    """Return the tables of a config that trains on from a `source`. Raises `UserError`."""
+    try:
+        model = from_config(parse_json(read_text(folder / CONFIG)))
+    except (OSError, ValueError) as error:
+        raise UserError(f"its {CONFIG} cannot be read: {error}") from None
+    seq_len = model.pop("seq_len")
+    if model["name"] != "gpt2":  # rotary positions take any length
+        seq_len = min(seq_len, LONGEST)
+    tables: Tables = {
+        "run": {"name": PurePath(source.removeprefix(HF)).name.partition("@")[0]},
+        "model": model,
+        "training": {"seq_len": seq_len},
+        "checkpoint": {"init_from": source},
+    }
+    if (folder / TOKENIZER).exists():
+        # Of a cache, the file is a link to one that has no tokenizer_config.json beside it.
+        tables["data"] = {"tokenizer": str(folder.resolve() / TOKENIZER)}
+    return tables
+
+
+def model_in(folder: Path, tables: Tables) -> FolderModel:
+    """Return the model of a folder's tables. Raises `UserError`."""
+    config = config_from_tables(tables, f"from {folder / CONFIG}")
+    model = build_meta_model(config.model, 1, config.training.seq_len).eval()
+    return FolderModel(tables, config, model, files.weights_of_folder(folder, model))
+
+
+def check_tokenizer(folder: Path, found: FolderModel) -> None:
+    """Raise `UserError` if it is not a tokenizer, or has ids that the model has no rows for."""
+    if "data" not in found.tables:
+        return  # it has none, which is told elsewhere
+    tokenizer, rows = load_tokenizer(found.config.data.tokenizer), found.model.vocab_rows
+    largest = max(tokenizer.vocab_size - 1, tokenizer.end_of_text)
+    if largest >= rows:
+        raise UserError(
+            f"the largest id of its tokenizer is {largest:,}, and the model has {rows:,} rows: let "
+            "resize_token_embeddings of transformers add rows, and save the model again"
+        )
 
 
 def open_any(folder: PurePath, step: int | None = None) -> SavedModel | FolderModel:
@@ -202,17 +323,6 @@ def load_model(
     return model, found.tokenizer, found.config
 
 
-def check_length(model: Model, length: int) -> None:
-    """Raise `UserError` if positions of `model` would depend on how long a sequence is."""
-    args = model.args
-    if getattr(args, "rope_scaling", "") == "dynamic" and length > args.original_len:
-        raise UserError(
-            f"a prompt and what comes after it are {length:,} tokens, and the rotary positions of "
-            f'the model (model.rope_scaling = "dynamic") go to {args.original_len:,}: shorten the '
-            "prompt, or lower max_tokens"
-        )
-
-
 def load_sharded_model(
     folder: PurePath, layout: Layout, dtype: ComputeDtype, step: int | None = None
 ) -> tuple[ParallelModel, Tokenizer]:
@@ -224,11 +334,8 @@ def load_sharded_model(
     """
     found = layout.on_first(lambda: open_any(folder, step))
     config, tokenizer = found.config, found.tokenizer
-    find_starts = partial(
-        document_starts,
-        end_of_text=tokenizer.end_of_text,
-        begin_token=tokenizer.begin_token,
-    )
+    begin, end = tokenizer.begin_token, tokenizer.end_of_text
+    find_starts = partial(document_starts, end_of_text=end, begin_token=begin)
     model = ParallelModel(
         found.model,
         ParallelismConfig(),
@@ -290,6 +397,25 @@ def check_init_from(config: ResolvedConfig, model: Model) -> None:
         say(f"warning: data.tokenizer = {tokenizer}: {wrong}", error=True)
 
 
+def other_tokenizer(source: str, name: str) -> str:
+    """Return why data.tokenizer, which is `name`, is not that of the model of `source`, or "".
+
+    `source` is as in checkpoint.init_from. Raises `UserError` if the model is not to be had.
+    """
+    if not source.startswith(HF):
+        return ""
+    file = find_folder(source)[0] / TOKENIZER
+    if not file.exists():
+        remedy = "name the one that the model was trained with"
+        return f"{source} has no {TOKENIZER}: {remedy}" if name == "bytes" else ""
+    both = load_tokenizer(name), load_tokenizer(str(file))
+    with contextlib.suppress(UserError):  # the package is not there
+        ours, theirs = (each.encode_batch([SAMPLE])[0].tolist() for each in both)
+        if ours != theirs:
+            return f"it gives other tokens than {file}, which the model was trained with"
+    return ""
+
+
 def open_source(
     source: str, model: Model, level: Level = "full"
 ) -> SavedModel | dict[str, files.SavedWeight]:
@@ -315,13 +441,9 @@ def open_source(
     except UserError as error:
         wrong = str(error) if source in str(error) else f"{source}: {error}"
         raise UserError(f"checkpoint.init_from: {wrong}") from None
-    weights = model.state_dict()
-    if isinstance(found, SavedModel):
-        there = {name: tuple(value.shape) for name, value in found.model.state_dict().items()}
-        wrong = files.shape_problem(there, weights)
-    else:
-        wrong = files.weights_problem(found, weights)
-    if wrong:
+    values = found.model.state_dict() if isinstance(found, SavedModel) else found
+    there = {name: tuple(value.shape) for name, value in values.items()}
+    if wrong := files.shape_problem(there, model.state_dict()):
         remedy = "set [model], data.tokenizer and training.seq_len as they were there"
         raise UserError(f"checkpoint.init_from: {source} {wrong}: {remedy}")
     if before != model.args.multipliers:

@@ -1,7 +1,7 @@
 """Tokenizers of folders of Hugging Face's transformers: those that are read, and files to write."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,6 @@ from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer, TiktokenToken
 
 if TYPE_CHECKING:
     import tokenizers
-
-# The class that AutoTokenizer of transformers 5 takes for every model of a type, whatever its files
-# name. Such a class cuts texts by its own rules, not by tokenizer.json's.
-FORCED = {"qwen2": "Qwen2Tokenizer"}
 
 
 class FolderTokenizer(FileTokenizer):
@@ -39,15 +35,6 @@ class FolderTokenizer(FileTokenizer):
     def ends(self) -> frozenset[int]:
         """What generation_config.json names, or else config.json, or else the tokenizer."""
         return frozenset(self.ends_of_model or [self.end_of_text])
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Those of the tokenizer_config.json, over which an older file of special tokens wins where
-        transformers reads it. Raises `UserError` if one is damaged."""
-        settings = super().settings
-        if "added_tokens_decoder" in settings:
-            return settings
-        return settings | self.table("special_tokens_map.json")
 
 
 def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
@@ -78,10 +65,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     begin = tokenizer.begin_token
     if begin is not None and tokenizer.put_before != [begin]:
         text = begun(text, str(token(begin)), begin)
-    return {
-        "tokenizer.json": text,
-        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-    }
+    return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
@@ -114,27 +98,13 @@ def begun(text: str, token: str, begin: int) -> str:
         "pair": [first, *texts],
         "special_tokens": {token: {"id": token, "ids": [begin], "tokens": [token]}},
     }
-    content = json.loads(text) | {"post_processor": template}
-    return json.dumps(content, indent=2, ensure_ascii=False)
+    return json.dumps(json.loads(text) | {"post_processor": template}, indent=2, ensure_ascii=False)
 
 
 def ends_of(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a text that is generated, first the one that ends documents."""
     others = tokenizer.ends_of_model if isinstance(tokenizer, FileTokenizer) else []
     return [*dict.fromkeys([tokenizer.end_of_text, *others])]
-
-
-def loading_problem(tokenizer: Tokenizer, model_type: str) -> str:
-    """Return how AutoTokenizer differs on the files for a type of model, with the remedy, or ""."""
-    own = tokenizer.settings if isinstance(tokenizer, FileTokenizer) else {}
-    written_by = str(own.get("tokenizer_class")).removesuffix("Fast")
-    forced = FORCED.get(model_type, written_by)
-    if forced == written_by:
-        return ""
-    return (
-        f"AutoTokenizer of transformers 5 reads the tokenizer of a {model_type} model as a "
-        f"{forced}, which gives other tokens unless it is one: load it by PreTrainedTokenizerFast"
-    )
 
 
 def byte_pair_tokenizer(
@@ -146,14 +116,23 @@ def byte_pair_tokenizer(
     """
     with needs_package("tokenizers", "writing a tokenizer"):
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    letters = byte_letters(pre_tokenizers.ByteLevel.alphabet())
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # A byte that can be printed has its own letter. The others, in order, have those above.
+    others = iter(letter for letter in letters if ord(letter) > 255)
+    of_bytes = [chr(byte) if chr(byte) in letters else next(others) for byte in range(256)]
 
     def word(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
+        return "".join(of_bytes[byte] for byte in token)
 
     # Special tokens too: others would get the next free numbers.
     vocabulary = {word(token): rank for token, rank in ranks.items()} | special
-    pairs = [(word(left), word(right)) for left, right in merges(ranks)]
+    # Any two neighbours that are a token together are merged to it, the lowest rank first.
+    pairs = [
+        (word(token[:cut]), word(token[cut:]))
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
     # As tiktoken does, a piece that is a token is not put together from its bytes.
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=True))
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -167,29 +146,3 @@ def byte_pair_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
     return tokenizer
-
-
-def byte_letters(alphabet: Iterable[str]) -> list[str]:
-    """Return the letter of the package's `alphabet` that stands for each byte.
-
-    A byte that can be printed has its own letter. The others, in order, have those above.
-    """
-    letters = sorted(alphabet)
-    others = iter(letter for letter in letters if ord(letter) > 255)
-    return [chr(byte) if chr(byte) in letters else next(others) for byte in range(256)]
-
-
-def merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the pair that each token of more than one byte was merged from, in order of rank.
-
-    It is what is left of a token that is encoded by the ranks below its own.
-    """
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [token[place : place + 1] for place in range(len(token))]
-        while len(parts) > 2:
-            joined = [left + right for left, right in zip(parts, parts[1:])]
-            best = min(range(len(joined)), key=lambda place: ranks.get(joined[place], rank))
-            assert ranks.get(joined[best], rank) < rank
-            parts[best : best + 2] = [joined[best]]
-        if len(parts) == 2:
-            yield parts[0], parts[1]

@@ -29,27 +29,23 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TABLE, HEAD = "tok_embed.weight", "lm_head.weight"  # our name of the token table, their head
 FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
 SMALL = 1024  # bytes, more than a pointer of Git LFS has
-ROWS = 4096  # of a matrix, that are compared at a time
-DTYPES = ("F32", "BF16", "F16", "F64")  # as the format calls them
+DTYPES = "F32, BF16, F16, F64"  # as the format calls them
 # Buffers that older versions saved beside the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # What may be there instead, and how to come by what can be read. The first counts.
 OTHERS = {
     r"adapter_config\.json": "of an adapter of PEFT: load it there, and save what "
     "merge_and_unload() returns",
-    r"model-\d+-of-\d+\.safetensors": f"and no {INDEX} that says which others there are: fetch it",
-    r"model\.[\w-]+(-\d+-of-\d+)?\.(safetensors|.*\.json)": "load the model with this variant= and "
-    "save it without",
+    r"model-\d+-of-\d+\.safetensors": f"and no {INDEX}: fetch it",
     r"consolidated\..*|params\.json": "of those who trained the model: fetch their folder for "
     "transformers, which has a config.json",
-    r".*\.safetensors": "which transformers does not read: name that file so if it is it",
     r".*\.distcp|pytorch_model_fsdp_\d+": "of FSDP's ranks: accelerate merge-weights FOLDER OUT "
     "writes one file of them, and python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
     "one to load and save_pretrained",
     r"global_step\d+|zero_to_fp32\.py": "of DeepSpeed's ranks: python zero_to_fp32.py FOLDER OUT "
     "--safe_serialization writes files of weights",
-    r".*\.(bin|pth?|ckpt|pkl)": "which may run code when it is read: load the model by "
-    "transformers, and save it with safe_serialization",
+    r".*\.(safetensors|bin|pth?|ckpt|pkl)": "which is not read (a pickle may run code): load the "
+    "model by transformers, with its variant= if it has one, and save it by save_pretrained",
 }
 
 
@@ -64,8 +60,6 @@ class SavedWeight:
     file: Path
     name: str
     shape_there: tuple[int, ...]
-    dtype: str
-    """As the format calls it."""
     transposed: bool = False
     half: int | None = None
     """Which half of the rows of each matrix it is, where two stacks are one tensor there."""
@@ -133,7 +127,10 @@ def weights_of_file(file: Path) -> dict[str, SavedWeight]:
         with safe_open(file, framework="pt") as saved:
             for name in saved.keys():
                 place = saved.get_slice(name)
-                found[name] = SavedWeight(file, name, tuple(place.get_shape()), place.get_dtype())
+                dtype = place.get_dtype()
+                if dtype not in DTYPES.split(", ") and not name.endswith(BUFFERS):
+                    raise UserError(f"{file} has {name} as {dtype}, where {DTYPES} can be read")
+                found[name] = SavedWeight(file, name, tuple(place.get_shape()))
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {file}: {error}") from None
     return found
@@ -165,9 +162,9 @@ def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
     for ours, each in theirs.items():
         for name in each.names:
             if name not in files:
-                inside = next((other for other in files if other.endswith(f".{name}")), "")
-                module = inside.removesuffix(f".{name}")
-                remedy = f": save the model that is in {module}" if inside else ""
+                inside = [other for other in files if other.endswith(f".{name}")]
+                module = "".join(inside[:1]).removesuffix(f".{name}")
+                remedy = f": save the model that is in {module}" if module else ""
                 raise UserError(f"it has no {name}, which its config.json asks for{remedy}")
         places = [
             replace(files[name], transposed=each.transposed, half=each.half) for name in each.names
@@ -185,23 +182,10 @@ def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
 
 def same_values(one: SavedWeight, other: SavedWeight) -> bool:
     """Return whether two matrices in files have the same values. Raises `UserError`."""
-    if one == other or one.shape != other.shape or {one.dtype, other.dtype} - {*DTYPES}:
-        return one.shape == other.shape  # a dtype that cannot be read is told of elsewhere
-    rows, *columns = one.shape
-    for begin in range(0, rows, ROWS):
-        part = [(begin, min(begin + ROWS, rows)), *((0, size) for size in columns)]
-        if not torch.equal(read_part(one, part).float(), read_part(other, part).float()):
-            return False
-    return True
-
-
-def weights_problem(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]) -> str:
-    """Return which of `weights` cannot be read from `saved`, and why; "" if all can be."""
-    for name, place in saved.items():
-        for each in place.stack or [place]:
-            if name in weights and each.dtype not in DTYPES:
-                return f"has {name} as {each.dtype}, where {', '.join(DTYPES)} can be read"
-    return shape_problem({name: place.shape for name, place in saved.items()}, weights)
+    if one == other or one.shape != other.shape:
+        return one == other
+    whole = [(0, size) for size in one.shape]
+    return torch.equal(read_part(one, whole).float(), read_part(other, whole).float())
 
 
 def shape_problem(saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> str:
@@ -254,13 +238,11 @@ def write_weights(
     total = 0
     for held in by_file(tensors, file_bytes):
         file = folder / f"{len(parts)}.safetensors"
-        file.touch()
-        mode = file.stat().st_mode  # the library's files are for their owner alone
         try:
             save_file(held, file, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from None
-        file.chmod(mode)
+        file.chmod(folder.stat().st_mode & 0o666)  # the library's are for their owner alone
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
         parts.append([*held])

@@ -39,7 +39,7 @@ def frequencies(width: int, args: DecoderArgs, device: torch.device) -> Tensor:
     theta, factor, original = args.rope_theta, args.rope_scaling_factor, args.original_len
     dims = torch.arange(0, width, 2, device=device, dtype=torch.float32)
     found = 1.0 / theta ** (dims / width)
-    if factor == 1 or args.rope_scaling == "dynamic":
+    if factor == 1:
         return found
     if args.rope_scaling == "linear":
         return found / factor

@@ -18,7 +18,7 @@ from torchmars.data.loader import Loader
 from torchmars.data.tokenizer import Tokenizer, load_tokenizer
 from torchmars.data.windows import MixedWindows
 from torchmars.evaluation.scoring import Scorer
-from torchmars.exchange.folder import find_folder, is_of_hub
+from torchmars.exchange.saved_model import find_folder, is_of_hub
 from torchmars.models import build_run_model
 from torchmars.models.base import factors_of
 from torchmars.models.documents import document_starts
