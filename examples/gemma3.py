@@ -20,14 +20,7 @@ from torchmars.config.llama import LlamaArgs
 from torchmars.config.model import MODELS
 from torchmars.core.errors import UserError
 from torchmars.exchange.families import FAMILIES
-from torchmars.exchange.family import (
-    ModelKind,
-    keys_of,
-    number,
-    require_all,
-    shape_of,
-    whole_number,
-)
+from torchmars.exchange.family import ModelKind, keys_of, number, require_all, shape_of
 from torchmars.exchange.llama_family import (
     FULL,
     LLAMA_NAMES,
@@ -198,9 +191,8 @@ class Gemma3Family(LlamaFamily):
             **rope_of(kind, {**config, "rope_parameters": tables[FULL]}),
             "rope_theta_window": number(narrow, "rope_theta"),
             "name": "gemma3",
-            "tied": True,
             "qk_norm": True,
-            "window": whole_number(config, "sliding_window"),
+            "window": number(config, "sliding_window", 1),
             "window_blocks": shortest("".join(each[0] for each in types)),
         }
 
@@ -216,9 +208,6 @@ class Gemma3Family(LlamaFamily):
             "rope_local_base_freq": args.rope_theta_window,
             "sliding_window": args.window,
             "layer_types": [WINDOW if each else FULL for each in slides],
-            "hidden_activation": "gelu_pytorch_tanh",
-            "attention_bias": False,
-            "tie_word_embeddings": True,
         }
 
 

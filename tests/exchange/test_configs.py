@@ -18,7 +18,7 @@ from torchmars.config import model_config
 from torchmars.config.deepseek import SIZES
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.core.errors import UserError
-from torchmars.exchange.families import FAMILIES, family_of, from_config, to_config
+from torchmars.exchange.families import FAMILIES, counterparts, from_config, to_config
 from torchmars.models import build_model
 from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
@@ -39,16 +39,6 @@ MODELS = {
 }
 
 
-def in_memory(name):
-    """The name of a tensor in their model, and which half of its rows it is in a stack of two."""
-    block, experts, matrix = name.replace("block_sparse_moe", "mlp").partition(".experts.*.")
-    if not experts:
-        return block, None
-    kind = matrix.removesuffix(".weight")
-    half = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}.get(kind)
-    return f"{block}.experts.{'down_proj' if half is None else 'gate_up_proj'}", half
-
-
 def theirs_of(model, folder):
     """The model that transformers makes of our config.json, with our weights."""
     transformers = pytest.importorskip("transformers")
@@ -58,10 +48,10 @@ def theirs_of(model, folder):
     other = transformers.AutoModelForCausalLM.from_config(config).eval()
     weights = model.state_dict()
     state = {}
-    for name, there in family_of(model).counterparts(model).items():
-        weight, (theirs, half) = weights[name], in_memory(there.name)
-        weight = weight.T if there.transposed else weight
-        state[theirs] = torch.cat([state[theirs], weight], dim=1) if half == 1 else weight
+    for name, there in counterparts(model, fused=True).items():
+        weight = weights[name].T if there.transposed else weights[name]
+        whole = torch.cat([state[there.name], weight], dim=1) if there.half == 1 else weight
+        state[there.name] = whole
     missing, unexpected = other.load_state_dict(state, strict=False)
     assert not unexpected
     with torch.no_grad():
@@ -79,7 +69,7 @@ def test_their_model_of_our_config_has_our_logits_and_gradients(name, tmp_path):
     other = theirs_of(model, tmp_path)
     generator = torch.Generator().manual_seed(0)
     tokens, positions = torch.randint(64, (2, 24), generator=generator), None
-    if not isinstance(model, GPT2):
+    if hasattr(model.args, "rope_scaling"):
         # Far from 0, where the angles of the long wavelengths matter.
         positions = torch.arange(9000, 9024).expand(2, 24)
     ours = model.head(model(tokens, positions))
@@ -89,11 +79,12 @@ def test_their_model_of_our_config_has_our_logits_and_gradients(name, tmp_path):
     (ours * weights).mean().backward()
     (theirs * weights).mean().backward()
     gradients = {name: each.grad for name, each in other.named_parameters()}
-    places = family_of(model).counterparts(model)
+    places = counterparts(model, fused=True)
     for name, parameter in model.named_parameters():
-        theirs, half = in_memory(places[name].name)
-        expected = gradients[theirs].T if places[name].transposed else gradients[theirs]
-        expected = expected if half is None else expected.chunk(2, dim=1)[half]
+        expected = gradients[places[name].name]
+        expected = expected.T if places[name].transposed else expected
+        if places[name].half is not None:
+            expected = expected.chunk(2, dim=1)[places[name].half]
         assert (parameter.grad - expected).norm() < 1e-5 * expected.norm(), name
 
 
@@ -114,6 +105,9 @@ def test_our_model_of_their_config_is_the_one_it_was(name, tmp_path):
             args = dataclasses.replace(args, n_expert_inner=inner)
     else:
         args = dataclasses.replace(args, bias=True)  # theirs has biases, which are 0 then
+    if hasattr(args, "original_len"):  # 8192 by default
+        assert again.args.original_len == args.original_len
+        args = dataclasses.replace(args, rope_original_len=again.args.rope_original_len)
     assert again.args == args
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from tests.support.full import full_but
 from tests.support.mistakes import mistake
 from tests.support.their_models import FULL, KINDS, SLIDING, model_of, randomised
+from torchmars.core.errors import UserError
 from torchmars.exchange.saved_model import open_folder
-from torchmars.exchange.weights import load_weights
+from torchmars.exchange.weights import load_weights, weights_of_folder
+from torchmars.models import build_meta_model
 
 transformers = pytest.importorskip("transformers")
 fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
@@ -110,11 +113,6 @@ def index(change):
     return both(sharded, lambda folder, model: edited(folder, INDEX, change))
 
 
-def stacked(folder, model):
-    """As no published folder is."""
-    model.save_pretrained(folder, save_original_format=False)
-
-
 def stale_shards(folder, model):
     """Shards of other weights, and their index, beside the file of a newer save."""
     (folder / WEIGHTS).rename(folder / "kept")
@@ -209,6 +207,9 @@ def in_two_ways(values):
 OF_TENSORS = {
     "as it was saved": lambda folder, model: None,
     "shards": sharded,
+    "experts in stacks": lambda folder, model: model.save_pretrained(
+        folder, save_original_format=False
+    ),
     "without prefix": renamed(base),
     "head with prefix": renamed(lambda name: name.replace("lm_head", "model.lm_head")),
     "dtypes mixed": tensors(mixed),
@@ -242,14 +243,14 @@ REFUSED = {
         each(lambda value: torch.cat([value, value[:4]]) if len(value) == 260 else value),
         r"in shape \[264, 32\], the config's model in \[260, 32\]",
     ),
-    "pickles": (bins, "but pytorch_model.bin, .* save it with safe_serialization"),
-    "a variant": (named("model.fp16.safetensors"), "but model.fp16.safetensors, .* this variant="),
+    "pickles": (bins, "but pytorch_model.bin, .* save it by save_pretrained"),
+    "a variant": (named("model.fp16.safetensors"), "but model.fp16.safetensors, .* its variant="),
     "Mistral's own": (named("consolidated.safetensors"), "no model.safetensors, but consolidated"),
-    "no index": (both(sharded, without(INDEX)), "no model.safetensors.index.json that says"),
+    "no index": (both(sharded, without(INDEX)), "and no model.safetensors.index.json: fetch it"),
     "a shard is missing": (shard_gone, "has no model-00002-of-.*, which its .*index.json names"),
     "a file elsewhere": (
         both(named("other.safetensors"), config(transformers_weights="other.safetensors")),
-        "but other.safetensors, which transformers does not read",
+        "but other.safetensors, .* load the model by transformers",
     ),
     "pointer of Git LFS": (files(model__safetensors=LFS), "pointer of Git LFS.* git lfs pull"),
     "config is a pointer": (files(config__json=LFS), "pointer of Git LFS.* git lfs pull"),
@@ -263,9 +264,10 @@ REFUSED = {
     "tokens that see later ones": (config(is_causal=False), "its is_causal is False"),
 }
 # The same, of a head that is tied to the token table.
-OTHER_HEAD = "its lm_head.weight has other values than its .*: set tie_word_embeddings of its conf"
 TIED = {
     "tied": lambda folder, model: None,
+    "another head": tensors(own_head),
+    "another head without prefix": both(tensors(own_head), renamed(base)),
     "the same head": tensors(same_head),
     "the same head, not tied": both(tensors(same_head), config(tie_word_embeddings=False)),
     "the head alone": tensors(head_alone),
@@ -273,15 +275,16 @@ TIED = {
     "saved without head": lambda folder, model: model.base_model.save_pretrained(folder),
 }
 TIED_REFUSED = {
-    "another head": (tensors(own_head), OTHER_HEAD),
-    "another head without prefix": (both(tensors(own_head), renamed(base)), OTHER_HEAD),
     "classifier": (classifier, "has score.weight, which no model of its config.json has"),
     "neither": (
         tensors(lambda values: {n: one for n, one in values.items() if one.shape[0] != 260}),
         "has no (model.embed_tokens|transformer.wte).weight, which its config.json asks for",
     ),
 }
+OWN_TABLE = "lm_head.weight has other values than its transformer.wte.weight: a GPT-2 here has"
 EXCEPTIONS = {
+    ("another head", "gpt2"): OWN_TABLE,
+    ("another head without prefix", "gpt2"): OWN_TABLE,
     ("the same head, not tied", "gpt2"): "its tie_word_embeddings is False: only models with True",
     # transformers gives that theta to blocks without a window alone.
     ("theta alone", "olmo3"): "blocks with a window may differ by their scaling alone",
@@ -331,7 +334,7 @@ CONFIGS = {
     ),
     "yarn of factor 0": (scaled(YARN | {"factor": 0.0}), LLAMAS, "scaling_factor must"),
     "yarn, not truncated": (scaled(YARN | {"truncate": False}), LLAMAS, "truncate"),
-    "dynamic": (scaled(YARN | {"rope_type": "dynamic"}), SCALED, "'dynamic'.* is not here"),
+    "dynamic": (scaled(YARN | {"rope_type": "dynamic"}), LLAMAS, "dynamic.* is not here"),
     "longrope": (scaled({"rope_type": "longrope"}), LLAMAS, "longrope.* refuses"),
     "by layers": ({"rope_parameters": {FULL: LLAMA3}}, LLAMAS, "layers of types"),
     "swish": ({"hidden_act": "swish"}, LLAMAS),
@@ -349,7 +352,7 @@ CONFIGS = {
     "other blocks": ({"layer_types": [FULL, "chunked_attention"]}, LLAMAS[2:4], "chunked_att"),
     "a block too few": ({"layer_types": [FULL]}, ["ministral"], "must be equal to the number of"),
     "blocks that turn": ({"no_rope_layers": [0, 1], "layer_types": ...}, ["smollm3"]),
-    "no blocks that turn": ({"no_rope_layers": [2, 1]}, ["smollm3"], "must have a 0 or 1"),
+    "no blocks that turn": ({"no_rope_layers": [2, 1]}, ["smollm3"], "must have 0 and 1"),
     "windows by layers": (
         {"layer_types": [FULL, SLIDING]},
         QWENS,
@@ -397,11 +400,6 @@ WAYS = {
     **{name: (way, APART) for name, way in (OF_TENSORS | TIED).items()},
     **{name: (way, PLAIN) for name, way in OF_FILES.items()},
     **{name: (way, PLAIN, line) for name, (way, line) in (REFUSED | TIED_REFUSED).items()},
-    "experts in stacks": (
-        stacked,
-        ["glm4_moe", "mixtral"],
-        "has no model.layers.*, which its config.json asks",
-    ),
     **{name: (config(**changes), *more) for name, (changes, *more) in CONFIGS.items()},
 }
 CASES = [(way, kind) for way, (_, kinds, *_) in WAYS.items() for kind in kinds]
@@ -409,6 +407,7 @@ QUICK = [
     ("as it was saved", "olmo3"),
     ("shards beside a newer file", "llama"),
     ("links of a cache", "llama"),
+    ("experts in stacks", "glm4_moe"),
     ("another head", "llama"),
     ("the head alone", "gpt2"),
 ]
@@ -457,3 +456,19 @@ def test_parts_of_the_ranks_of_others_name_what_makes_them_one_file(tmp_path):
 def test_folders_without_weights_name_the_remedy(tmp_path, name, remedy):
     (tmp_path / "model" / name).mkdir(parents=True)
     assert remedy in ours_of(tmp_path / "model")[1]
+
+
+def test_another_head_is_told_and_the_run_is_not_tied(tmp_path, capsys):
+    folder = tmp_path / "model"
+    model_of("llama", tied=True).save_pretrained(folder)
+    tensors(own_head)(folder, None)
+    capsys.readouterr()
+    found = open_folder(folder)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "lm_head.weight has other values: it is loaded as" in said
+    assert found.tables["model"]["tied"] is False and "output.weight" in found.weights
+    with pytest.raises(UserError, match="than its model.embed_tokens.weight: set model.tied = fal"):
+        weights_of_folder(folder, build_meta_model(replace(found.config.model, tied=True), 1, 64))
+    tensors(same_head)(folder, None)
+    assert open_folder(folder).tables["model"]["tied"] is True
+    assert not capsys.readouterr().err

@@ -20,7 +20,7 @@ from torchmars.config import model_config
 from torchmars.config.load import config_from_tables
 from torchmars.config.model import MODELS
 from torchmars.core.errors import UserError
-from torchmars.exchange.families import FAMILIES, family_of, from_config, to_config
+from torchmars.exchange.families import FAMILIES, counterparts, from_config, to_config
 from torchmars.models import build_model
 from torchmars.models.cache import Cache
 
@@ -74,7 +74,7 @@ def theirs_and_ours(folder):
     table = from_config(json.loads((Path(folder) / "config.json").read_text()))
     ours = model_of(table)
     state, generator = theirs.state_dict(), torch.Generator().manual_seed(0)
-    for name, there in family_of(ours).counterparts(ours).items():
+    for name, there in counterparts(ours).items():
         parameter = ours.get_parameter(name)
         torch.nn.init.normal_(parameter, 0.0, 0.2 if "norm" in name else 0.1, generator)
         state[there.name].copy_(parameter.detach())
@@ -91,7 +91,7 @@ def test_logits_gradients_and_greedy_tokens_are_those_of_transformers(plugin, tm
     (logits * weights).mean().backward()
     (expected * weights).mean().backward()
     gradients = {name: each.grad for name, each in theirs.named_parameters()}
-    for name, there in family_of(ours).counterparts(ours).items():
+    for name, there in counterparts(ours).items():
         apart = ours.get_parameter(name).grad - gradients[there.name]
         assert apart.norm() < 1e-5 * gradients[there.name].norm(), name
     prompt = tokens[:1, :5]

@@ -17,7 +17,7 @@ from tests.support.tiny import tiny_config, write_text
 from torchmars.config.gpt2 import GPT2Args
 from torchmars.config.llama import LlamaArgs
 from torchmars.config.load import config_from_tables
-from torchmars.exchange.families import family_of, from_config, to_config
+from torchmars.exchange.families import counterparts, from_config, to_config
 from torchmars.exchange.saved_model import CONFIG, TOKENIZER, open_folder
 from torchmars.exchange.weights import INDEX, WEIGHTS
 from torchmars.models.gpt2 import GPT2
@@ -44,7 +44,7 @@ def make_folder(folder, model):
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(to_config(model)))
     theirs = {}
-    for ours, there in family_of(model).counterparts(model).items():
+    for ours, there in counterparts(model).items():
         weight = weights[ours].T if there.transposed else weights[ours]
         each = weight if there.experts else [weight.contiguous()]
         theirs |= {name: value.clone() for name, value in zip(there.names, each, strict=True)}
@@ -125,16 +125,16 @@ WRONG = {
         "config.json cannot be read",
     ),
     "config nested": (lambda folder: (folder / CONFIG).write_text("[" * 10**5), "no JSON object"),
-    "negative": (config(hidden_size=-8), "hidden_size is -8: it must be a whole number"),
+    "negative": (config(hidden_size=-8), "hidden_size is -8: it must be a number"),
     "absurd rows": (config(vocab_size=10**15), "model.vocab_size must be at most 10,000,000"),
     "list": (config(model_type=["llama"]), "model_type is ..llama.."),
-    "rope NaN": (rope(factor=float("nan")), "model.rope_scaling_factor must be"),
+    "rope NaN": (rope(factor=float("nan")), "its factor is nan: it must be a number"),
     "rope factors": (
         rope(low_freq_factor=float("nan")),
         "low_freq_factor is nan: only models",
     ),
-    "theta NaN": (config(rope_theta=float("nan")), "model.rope_theta must be at most .* got nan"),
-    "pickle only": (pickle_only, "no model.safetensors, but pytorch_model.bin, which may run code"),
+    "theta NaN": (config(rope_theta=float("nan")), "its rope_theta is nan: it must be a number"),
+    "pickle only": (pickle_only, "no model.safetensors, but pytorch_model.bin, .* may run code"),
     "weights fifo": (as_fifo(WEIGHTS), "Not a regular file"),
     "overlapping": (header(json.dumps(OVERLAPPING)), "invalid offset"),
     "header no JSON": (header("hello"), "invalid JSON"),

@@ -193,7 +193,7 @@ def test_the_first_step_without_a_last_gradient_is_not_corrected():
 MISFITS = [
     ("nowhere", {}, "init_from: .*nowhere is neither a checkpoint nor a run with one"),
     ("hf:none", {}, "there is no folder .*/none$"),
-    ("theirs", {}, "init_from: .*/theirs: it has no model.safetensors: fetch it$"),
+    ("theirs", {}, "init_from: .*/theirs is a folder of transformers: write hf:.*theirs$"),
     ("none.safetensors", {}, "cannot read .*none.safetensors"),
     ("broken.safetensors", {}, "cannot read .*broken.safetensors"),
     (

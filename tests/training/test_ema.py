@@ -28,9 +28,7 @@ def tables(tmp_path):
 def weights_at(tables, step, average=False):
     """The weights of a checkpoint, or their average, by name."""
     model = open_model(run_folder_of(tables), step, average)
-    weights = {name: torch.empty(each.shape) for name, each in model.model.named_parameters()}
-    model.fill(weights)
-    return weights
+    return {name: model.read(name) for name, _ in model.model.named_parameters()}
 
 
 def after(average, weights):

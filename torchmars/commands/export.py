@@ -44,7 +44,7 @@ def main() -> None:
         options = parse(Export, sys.argv[1:], "torchmars export")
         target = options.target
         check_target(target)
-        from torchmars.exchange import export, families, saved_model, tokenizer_files
+        from torchmars.exchange import export, saved_model
 
         saved = saved_model.open_model(options.run, options.step, options.ema)
         export.export(saved, target, options.to, options.dtype)
@@ -54,9 +54,9 @@ def main() -> None:
         measured = "" if loss is None else f", validation loss {loss:.4f}"
         say(f"of {saved.folder}, step {saved.manifest.step:,}{measured}")
         if options.to == "hf":
-            kind = families.to_config(saved.model)["model_type"]
-            if problem := tokenizer_files.WARNINGS.get(kind):
-                say(f"warning: {problem}")
+            if getattr(saved.model.args, "qkv_bias", False):
+                told = "AutoTokenizer of transformers 5 reads the tokenizer of a qwen2 model"
+                say(f"warning: {told} in its own way: load it by PreTrainedTokenizerFast")
             say(f'Python: transformers.AutoModelForCausalLM.from_pretrained("{target}")')
             say(*next_commands(["torchmars", "generate", str(target), "--prompt", "The"]))
 

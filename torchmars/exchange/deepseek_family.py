@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchmars.core.errors import UserError
-from torchmars.exchange.family import ModelKind, keys_of, number, shape_of, whole_number
+from torchmars.exchange.family import ModelKind, keys_of, number, shape_of
 from torchmars.exchange.llama_family import (
     ALLOWED,
     EITHER,
@@ -37,12 +37,10 @@ class DeepseekFamily(LlamaFamily):
     }
 
     def section(self, kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-        if config["q_lora_rank"] is None:  # there are no latents of queries
-            config = {**config, "q_lora_rank": 0}
+        config = {**config, "q_lora_rank": config["q_lora_rank"] or 0}  # null: there are none
         found = {
             "name": "deepseek",
             "router": "sigmoid",
-            "tied": config["tie_word_embeddings"],
             **rope_of(kind, config),
             **shape_of(self.kinds[kind], config),
         }
@@ -68,9 +66,6 @@ class DeepseekFamily(LlamaFamily):
             "q_lora_rank": args.q_lora_rank or None,
             "num_key_value_heads": args.n_head,  # where there are fewer, transformers repeats heads
             **rope_config(args),
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": args.tied,
             "num_nextn_predict_layers": 0,
         }
         if not args.n_expert:
@@ -87,12 +82,12 @@ class DeepseekFamily(LlamaFamily):
 
 def dense_blocks(config: Mapping[str, Any]) -> int:
     """Return how many first blocks of a GLM-4.7-Flash are dense. Raises `UserError`."""
-    types, layers = config["mlp_layer_types"], whole_number(config, "num_hidden_layers")
-    dense: int = types.count("dense") if isinstance(types, list) else 0
-    if types != ["dense"] * dense + ["sparse"] * (layers - dense):
+    types = config["mlp_layer_types"]
+    if types != sorted(types):  # "dense" comes first
         raise UserError(
             f"its mlp_layer_types are {types!r}: only models whose first blocks are dense, and all "
             "others sparse, can be imported"
         )
+    dense: int = types.count("dense")
     # Its class has one by default, and does not know how files of transformers 4 say it.
-    return whole_number(config, DENSE, 0) if dense == 1 and DENSE in config else dense
+    return number(config, DENSE) if dense == 1 and DENSE in config else dense

@@ -22,6 +22,9 @@ from torchmars.models.deepseek import Deepseek
 from torchmars.models.gpt2 import GPT2
 from torchmars.models.llama import Llama
 
+Names = Literal["hf", "safetensors"]
+SETTINGS = "torchmars.toml"  # the config of the run
+
 
 def folded(model: Model, name: str, weight: Tensor) -> Tensor:
     """Return a weight of `model`, in place, of one without multipliers that computes the same.
@@ -51,7 +54,7 @@ def folded(model: Model, name: str, weight: Tensor) -> Tensor:
 def export(
     saved: SavedModel,
     folder: Path,
-    names: Literal["hf", "safetensors"] = "hf",
+    names: Names = "hf",
     dtype: str = "float32",
     file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -62,16 +65,15 @@ def export(
     class of transformers has, for a tokenizer that is not to be had, and if it cannot be written.
     """
     texts = texts_of(saved, dtype) if names == "hf" else {}
+    texts[SETTINGS] = config_text(saved.config)
     partial = folder.with_name(folder.name + PARTIAL)
-    shapes = {name: value.shape for name, value in saved.model.state_dict().items()}
 
     def read(name: str) -> Tensor:
-        weight = torch.empty(shapes[name])
-        saved.fill({name: weight})
-        return folded(saved.model, name, weight)
+        return folded(saved.model, name, saved.read(name))
 
-    with file_errors(f"cannot write {partial}"):
+    with file_errors(f"cannot write {partial}", "remove it if an export that was cut off left it"):
         partial.mkdir(parents=True)
+    with file_errors(f"cannot write {folder}"):
         try:
             for name, text in texts.items():
                 write_durably(partial / name, text)
@@ -87,20 +89,18 @@ def export(
 
 def texts_of(saved: SavedModel, dtype: str) -> dict[str, str]:
     """Return the texts of all files but the weights, by name."""
-    run, tokenizer, config = saved.config, saved.tokenizer, to_config(saved.model)
+    model, config, tokenizer = saved.model, saved.config, saved.tokenizer
     special = special_tokens(tokenizer)
     ends = [end for end in ends_of(tokenizer) if end < tokenizer.vocab_size]
     ids = {"bos_token_id": special["bos_token"], "eos_token_id": ends if ends[1:] else ends[0]}
     # Rows past the vocabulary are padding.
-    padding = list(range(tokenizer.vocab_size, saved.model.vocab_rows))
+    padding = list(range(tokenizer.vocab_size, model.vocab_rows))
     pad = tokenizer.end_of_text if special["pad_token"] is None else special["pad_token"]
     generation = {**ids, "pad_token_id": pad, "suppress_tokens": padding or None}
     # Versions 5 of transformers read `dtype`, earlier ones `torch_dtype`.
     own = ids | dict.fromkeys(("dtype", "torch_dtype"), dtype)
-    title = f"# {run.run.name}, step {saved.manifest.step:,}"
     return {
-        "README.md": f"{title}\n\n```toml\n{config_text(run)}```\n",
-        CONFIG: json.dumps(config | own, indent=2) + "\n",
+        CONFIG: json.dumps(to_config(model) | own, indent=2) + "\n",
         GENERATION: json.dumps(generation, indent=2) + "\n",
-        **tokenizer_files(tokenizer, run.training.seq_len),
+        **tokenizer_files(tokenizer, config.training.seq_len),
     }

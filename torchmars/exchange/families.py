@@ -12,7 +12,7 @@ from typing import Any
 
 from torchmars.core.errors import UserError, missing_package, needs_package
 from torchmars.exchange.deepseek_family import DeepseekFamily
-from torchmars.exchange.family import Family, ModelKind, require_all, whole_number
+from torchmars.exchange.family import Counterpart, Family, ModelKind, number, require_all
 from torchmars.exchange.gpt2_family import GPT2Family
 from torchmars.exchange.llama_family import LlamaFamily
 from torchmars.models.model import Model
@@ -33,7 +33,6 @@ REFUSED = {
     "quantization_config": "its weights are quantised: fetch it in bfloat16, or dequantise it",
     "text_config": "it is more than a model of text: export that alone",
     "is_causal": "tokens see later ones there, and never here",
-    "per_layer_config": "blocks with settings of their own are not here",
     "transformers_weights": "name that file model.safetensors, and leave the key out",
 }
 
@@ -42,6 +41,11 @@ def family_of(model: Model) -> Family:
     """Return the family of a model, or of the class that its own derives from."""
     found = {family.model: family for family in FAMILIES.values()}
     return next(found[each] for each in type(model).__mro__ if each in found)
+
+
+def counterparts(model: Model, fused: bool = False) -> dict[str, Counterpart]:
+    """Return the tensor there of each parameter and buffer of `model`, as `Family` does."""
+    return family_of(model).counterparts(model, fused)
 
 
 def to_config(model: Model) -> dict[str, Any]:
@@ -98,16 +102,16 @@ def as_its_class_has_it(name: str, kind: ModelKind, given: Mapping[str, Any]) ->
             )
     blocks = kind.keys["n_layer"]
     for key in {blocks, *(one for one, other in pairs if other == blocks)} & values.keys():
-        if whole_number(values, key) > MOST_BLOCKS:
+        if number(values, key, 1) > MOST_BLOCKS:
             raise UserError(f"its {key} is {values[key]}: it must be at most {MOST_BLOCKS}")
     made, reason = made_by(cls, values)
     if reason:
         # Tables first: a class complains of a key that is right beside a wrong one.
         keys = sorted(values, key=lambda key: not isinstance(values[key], dict))
-        others = [{name: values[name] for name in values if name != key} for key in keys]
-        wrong = next((key for key, rest in zip(keys, others) if not made_by(cls, rest)[1]), "")
-        named = f"{wrong} is {values[wrong]!r:.300}" if wrong else "config.json is as it is"
-        raise UserError(f"its {named}, which {cls.__name__} of transformers refuses ({reason})")
+        without = ({name: values[name] for name in values if name != key} for key in keys)
+        wrong = [key for key, rest in zip(keys, without) if not made_by(cls, rest)[1]][:1]
+        said = f"{wrong[0]} is {values[wrong[0]]!r:.300}" if wrong else "config.json is as it is"
+        raise UserError(f"its {said}, which {cls.__name__} of transformers refuses ({reason})")
     return {key: getattr(made, key) for key in read if hasattr(made, key)}
 
 

@@ -10,6 +10,9 @@ from typing import Any
 from torchmars.core.errors import UserError
 from torchmars.models.model import Model
 
+WIDTHS = {"n_expert_inner": "expert_width", "head_dim": "head_width"}  # also where none is set
+MAY_BE_0 = ("norm_eps", "n_dense", "q_lora_rank", "routed_scaling")
+
 
 @dataclass(frozen=True)
 class Counterpart:
@@ -19,6 +22,8 @@ class Counterpart:
     transposed: bool = False
     experts: int = 0
     """Of a stack whose matrices are a tensor each. The name has "*" for the expert's number."""
+    half: int | None = None
+    """Which half of the rows of each matrix it is, where two stacks are one tensor."""
 
     @property
     def names(self) -> list[str]:
@@ -33,7 +38,7 @@ class ModelKind:
     keys: Mapping[str, str]
     """The key of each of our settings, in the order of config.json. One is `n_layer`."""
     allowed: Mapping[str, Sequence[Any]]
-    """The values that our models can have of a key. One that is not there is as ours."""
+    """The values that our models can have of a key, first the one that is written."""
     reads: Sequence[str] = ()
     """All other keys that `Family.section` reads. No other key reaches transformers' class."""
 
@@ -65,13 +70,21 @@ class Family:
         """
         raise NotImplementedError
 
-    def counterparts(self, model: Model) -> dict[str, Counterpart]:
-        """Return the tensor there of each parameter and buffer of `model`, by our name."""
+    def counterparts(self, model: Model, fused: bool) -> dict[str, Counterpart]:
+        """Return the tensor there of each parameter and buffer of `model`, by our name.
+
+        `fused`: experts are in stacks, as transformers 5 holds them. In most files each matrix is a
+        tensor.
+        """
         return {name: Counterpart(their_name(name, self.names)) for name in model.state_dict()}
 
     def with_their_parameters(self, model: Model) -> Model:
         """Return `model`, without memory, with all parameters that its kind has there."""
         return model
+
+    def left_out(self, model: Model) -> tuple[str, ...]:
+        """Return prefixes of tensors there that `model` has no use for."""
+        return ()
 
 
 def their_name(name: str, names: Mapping[str, str]) -> str:
@@ -84,25 +97,18 @@ def their_name(name: str, names: Mapping[str, str]) -> str:
 
 def shape_of(kind: ModelKind, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that have a key there. Raises `UserError` for one that is no number."""
-    found: dict[str, Any] = {}
-    for ours, name in kind.keys.items():
-        if name in kind.allowed:  # true or false
-            found[ours] = config[name]
-        elif ours in ("norm_eps", "routed_scaling"):
-            found[ours] = number(config, name)
-        else:
-            found[ours] = whole_number(config, name, 0 if ours in ("n_dense", "q_lora_rank") else 1)
-    return found
+    return {
+        ours: config[name]  # true or false
+        if name in kind.allowed
+        else number(config, name, 0 if ours in MAY_BE_0 else 1)
+        for ours, name in kind.keys.items()
+    }
 
 
 def keys_of(kind: ModelKind, args: Any) -> dict[str, Any]:
-    """Return the settings that have a key there, by it."""
-    ours = vars(args) | {
-        name: getattr(args, width)
-        for name, width in {"n_expert_inner": "expert_width", "head_dim": "head_width"}.items()
-        if hasattr(args, width)
-    }
-    return {theirs: ours[name] for name, theirs in kind.keys.items()}
+    """Return the keys of a kind: of what is allowed the first value, and the settings of `args`."""
+    fixed = {name: values[0] for name, values in kind.allowed.items()}
+    return fixed | {name: getattr(args, WIDTHS.get(ours, ours)) for ours, name in kind.keys.items()}
 
 
 def require_all(config: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:
@@ -115,17 +121,9 @@ def require_all(config: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]])
             )
 
 
-def whole_number(config: Mapping[str, Any], name: str, least: int = 1) -> int:
+def number(config: Mapping[str, Any], name: str, least: int = 0) -> Any:
     """Return a key's value that is reckoned with. Raises `UserError` if it is no such number."""
     value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"its {name} is {value!r:.80}: it must be a whole number, at least {least}")
-    return value
-
-
-def number(config: Mapping[str, Any], name: str) -> float:
-    """Return a key's value that is a number. Raises `UserError` if it is not."""
-    value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UserError(f"its {name} is {value!r:.80}: it must be a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+        raise UserError(f"its {name} is {value!r:.80}: it must be a number, at least {least}")
     return value

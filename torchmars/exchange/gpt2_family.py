@@ -21,7 +21,7 @@ class GPT2Family(Family):
     model = GPT2
     kinds = {
         "gpt2": ModelKind(
-            {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+            {name: name for name in ("n_layer", "n_head", "n_embd", "vocab_size", SCALES)}
             | {"seq_len": "n_positions"},
             {
                 "activation_function": [*ACTIVATIONS.values()],
@@ -52,8 +52,7 @@ class GPT2Family(Family):
         require_all(config, {"n_inner": [None, 4 * found["n_embd"]]})
         ours = {theirs: name for name, theirs in ACTIVATIONS.items()}
         activation = ours[config["activation_function"]]
-        own = {"name": "gpt2", "bias": True, "activation": activation, SCALES: config[SCALES]}
-        return found | own
+        return found | {"name": "gpt2", "bias": True, "activation": activation}
 
     def config(self, model: GPT2) -> dict[str, Any]:
         args = model.args
@@ -62,14 +61,11 @@ class GPT2Family(Family):
             "model_type": "gpt2",
             **keys_of(self.kinds["gpt2"], args),
             "activation_function": ACTIVATIONS[args.activation],
-            SCALES: args.scale_attn_by_inverse_layer_idx,
-            "layer_norm_epsilon": model.norm.eps,
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), args.dropout),
-            "tie_word_embeddings": True,
         }
 
-    def counterparts(self, model: Model) -> dict[str, Counterpart]:
-        found = super().counterparts(model)
+    def counterparts(self, model: Model, fused: bool) -> dict[str, Counterpart]:
+        found = super().counterparts(model, fused)
         return {
             name: replace(there, transposed=name.endswith(LINEAR)) for name, there in found.items()
         }

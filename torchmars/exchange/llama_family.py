@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchmars.config.llama import LlamaArgs
-from torchmars.config.model_args import LLAMA3_CONTEXT, DecoderArgs
+from torchmars.config.model_args import DecoderArgs
 from torchmars.core.errors import UserError
 from torchmars.exchange.family import (
     Counterpart,
@@ -19,35 +19,32 @@ from torchmars.exchange.family import (
     require_all,
     shape_of,
     their_name,
-    whole_number,
 )
 from torchmars.models.llama import Llama
 from torchmars.models.model import Model
 from torchmars.models.rotary import HIGH, LOW
 
 ORIGINAL = "original_max_position_embeddings"
-# Our setting of each key of a table of rotary positions, and the keys of each way to scale them.
-SCALES = {
-    "factor": "rope_scaling_factor",
-    ORIGINAL: "rope_original_len",
-    "beta_fast": "rope_beta_fast",
-    "beta_slow": "rope_beta_slow",
-    "attention_factor": "rope_attention_factor",
-}
-SCALED = {"linear": ["factor"], "llama3": ["factor", ORIGINAL], "yarn": [*SCALES]}
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL)
+# The keys of each way to scale rotary positions. Those of YaRN alone may be left out.
+OF_YARN = {"rope_beta_fast": "beta_fast", "rope_beta_slow": "beta_slow"}
+OF_YARN |= {"rope_attention_factor": "attention_factor"}
+STRETCHED = {"rope_scaling_factor": "factor"}
+LONGER = STRETCHED | {"rope_original_len": ORIGINAL}
+SCALED_BY = {"linear": STRETCHED, "llama3": LONGER, "yarn": LONGER | OF_YARN}
 WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
 READS = (*ROPE, *WINDOWS, "no_rope_layers", "no_rope_layer_interval")
 SHAPE = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_kv_head": "num_key_value_heads",
-    "head_dim": "head_dim",
     "n_embd": "hidden_size",
+    "head_dim": "head_dim",
     "n_inner": "intermediate_size",
     "vocab_size": "vocab_size",
     "seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
 }
 MIXTURE = SHAPE | {
     "n_expert_used": "num_experts_per_tok",
@@ -88,9 +85,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
 }
 REMEDY = "such weights can only be written with --to safetensors"
 SWITCHES = ("qk_norm", "qk_norm_whole", "post_norms", "qkv_bias")  # true where a kind has them
-PLAIN = {"n_expert": 0, "rotary_fraction": 1.0} | dict.fromkeys(SWITCHES, False)
-PLAIN_EXPERTS = {"router": "softmax", "n_expert_shared": 0, "n_dense": 0, "routed_scaling": 1.0}
-PLAIN_EXPERTS |= {"norm_topk_prob": True}
+OF_EXPERTS = ("router", "n_expert_shared", "n_dense", "routed_scaling", "norm_topk_prob")
 WITH_SWITCH = ("smollm3", "qwen2", "qwen3", "qwen3_moe")  # a window only by use_sliding_window
 WINDOW, FULL = "sliding_attention", "full_attention"
 LLAMA_NAMES = {
@@ -127,6 +122,9 @@ OF_MIXTRAL = {
     "mlp.experts.up": "block_sparse_moe.experts.*.w3.weight",
     "mlp.experts.proj": "block_sparse_moe.experts.*.w2.weight",
 }
+GATE_UP = "mlp.experts.gate_up_proj"
+FUSED = {"mlp.experts.gate": GATE_UP, "mlp.experts.up": GATE_UP}
+FUSED |= {"mlp.experts.proj": "mlp.experts.down_proj"}
 
 
 class LlamaFamily(Family):
@@ -135,12 +133,12 @@ class LlamaFamily(Family):
     model: type[Model] = Llama
     kinds: Mapping[str, ModelKind] = {
         **dict.fromkeys(FEATURES, ModelKind(SHAPE, ALLOWED, READS)),
-        # Its class would give all blocks the window. A Ministral follows them.
+        # Its class gives all blocks the window, whatever it says of them: that is a Ministral.
         "mistral": ModelKind(SHAPE, ALLOWED | {"layer_types": [None]}, READS),
         "qwen3_moe": ModelKind(
             MIXTURE | {"n_expert": "num_experts"},
             ALLOWED
-            | {"decoder_sparse_step": [1], "mlp_only_layers": (None, []), "norm_topk_prob": EITHER},
+            | {"decoder_sparse_step": [1], "mlp_only_layers": ([], None), "norm_topk_prob": EITHER},
             READS,
         ),
         "mixtral": ModelKind(
@@ -151,7 +149,10 @@ class LlamaFamily(Family):
             READS,
         ),
         "glm4_moe": ModelKind(
-            MIXTURE | SIGMOID | {"n_dense": "first_k_dense_replace", "qkv_bias": "attention_bias"},
+            MIXTURE
+            | SIGMOID
+            | {"n_dense": "first_k_dense_replace", "qkv_bias": "attention_bias"}
+            | {"qk_norm": "use_qk_norm"},
             ALLOWED
             | dict.fromkeys(("attention_bias", "use_qk_norm", "norm_topk_prob"), EITHER)
             | {"n_group": [1], "topk_group": [1]},
@@ -162,17 +163,14 @@ class LlamaFamily(Family):
 
     def section(self, kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
         windows = windows_there(kind, config)
-        found: dict[str, Any] = {"name": "llama"} | {
-            name: name in FEATURES[kind][0] for name in SWITCHES
-        }
-        found |= {"tied": config["tie_word_embeddings"], **windows}
+        found = {"name": "llama"} | {name: name in FEATURES[kind][0] for name in SWITCHES} | windows
         found |= olmo_rope_of(config, windows) if kind == "olmo3" else rope_of(kind, config)
         if config.get("head_dim") is None:
-            heads = whole_number(config, "num_attention_heads")
-            config = {**config, "head_dim": whole_number(config, "hidden_size") // heads}
+            width = config["hidden_size"] // number(config, "num_attention_heads", 1)
+            config = {**config, "head_dim": width}
         if kind == "glm4_moe":
-            found |= {"router": "sigmoid", "qk_norm": config["use_qk_norm"]}
-            found["rotary_fraction"] = number(config["rope_parameters"], "partial_rotary_factor")
+            fraction = number(config["rope_parameters"], "partial_rotary_factor")
+            found |= {"router": "sigmoid", "rotary_fraction": fraction}
         return found | shape_of(self.kinds[kind], config)
 
     def config(self, model: Any) -> dict[str, Any]:
@@ -180,29 +178,32 @@ class LlamaFamily(Family):
         kind = kind_there(args)
         title = {"smollm3": "SmolLM3"}.get(kind, kind.title().replace("_", ""))
         found: dict[str, Any] = {"architectures": [f"{title}ForCausalLM"], "model_type": kind}
-        found |= {"attention_bias": False, **keys_of(self.kinds[kind], args)}
+        found |= keys_of(self.kinds[kind], args)
         found |= olmo_rope_config(args) if kind == "olmo3" else rope_config(args)
-        found |= {"hidden_act": "silu", "tie_word_embeddings": args.tied}
-        if kind == "qwen3_moe":
-            found |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
         if kind == "glm4_moe":
-            found |= {"n_group": 1, "topk_group": 1, "use_qk_norm": args.qk_norm}
             found |= {"partial_rotary_factor": args.rotary_fraction, "num_nextn_predict_layers": 0}
         return found | window_config(kind, args)
 
-    def counterparts(self, model: Any) -> dict[str, Counterpart]:
+    def counterparts(self, model: Any, fused: bool) -> dict[str, Counterpart]:
         args = model.args
         names = {**self.names, **(POST_NORMS if getattr(args, "post_norms", False) else {})}
         mixtral = args.router == "softmax" and not getattr(args, "qk_norm", True)
         ends = OF_MIXTRAL if mixtral else OF_MIXTURES
+        ends = (OF_MIXTURES | FUSED if fused else ends) if args.n_expert else {}
         found = {}
         for name in model.state_dict():
             end = name[name.find("mlp.") :]
             there = their_name(name, names)
-            if args.n_expert and end in ends:
+            if end in ends:
                 there = their_name(name.removesuffix(end), names) + ends[end]
-            found[name] = Counterpart(there, experts=args.n_expert * ("*" in there))
+            half = ("gate", "up").index(end.split(".")[-1]) if there.endswith(GATE_UP) else None
+            found[name] = Counterpart(there, experts=args.n_expert * ("*" in there), half=half)
         return found
+
+    def left_out(self, model: Any) -> tuple[str, ...]:
+        """GLM-4.5 and DeepSeek-V3 are published with one more layer, which predicts the token after
+        the next one."""
+        return (f"model.layers.{model.n_layer}.",) if model.args.router == "sigmoid" else ()
 
 
 def kind_there(args: LlamaArgs) -> str:
@@ -217,8 +218,8 @@ def kind_there(args: LlamaArgs) -> str:
 
 def features(args: LlamaArgs) -> set[str]:
     """Return what a model has that a plain Llama has not, by the settings that ask for it."""
-    plain = PLAIN | (PLAIN_EXPERTS if args.n_expert else {})
-    has = {name: getattr(args, name) != value for name, value in plain.items()}
+    names = ("n_expert", "rotary_fraction", *SWITCHES, *(OF_EXPERTS if args.n_expert else ()))
+    has = {name: getattr(args, name) != getattr(LlamaArgs, name) for name in names}
     windows = [args.window_of(number) for number in range(args.n_layer)]
     letters = [args.rope_letter(number) for number in range(args.n_layer)]
     if args.rope_scaling_factor == 1:  # unscaled ones are as all others then
@@ -231,31 +232,30 @@ def features(args: LlamaArgs) -> set[str]:
 
 
 def windows_there(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `window`, `window_blocks` and `rope_blocks` of a config.json, where they are not ours.
+    """Return `window`, `window_blocks` and `rope_blocks` of a config.json, where it has some.
 
     Raises `UserError` for lists that its class would not follow.
     """
     found: dict[str, Any] = {}
     if kind == "smollm3":
-        rotates, blocks = config["no_rope_layers"], config["num_hidden_layers"]
-        if len(rotates) != blocks or {*map(str, rotates)} - {"0", "1"}:
-            raise UserError(f"its no_rope_layers is {rotates!r}: it must have a 0 or 1 a block")
-        if not all(rotates):
-            found["rope_blocks"] = shortest("".join("nr"[each] for each in rotates))
-    types, window, may = config.get("layer_types"), config.get("sliding_window"), FEATURES[kind][1]
+        rotates = config["no_rope_layers"]
+        if len(rotates) != config["num_hidden_layers"] or {*rotates} - {0, 1}:
+            has = "0 and 1 only, one of them for each block"
+            raise UserError(f"its no_rope_layers is {rotates!r}: it must have {has}")
+        found["rope_blocks"] = shortest("".join("nr"[each] for each in rotates))
+    types, may = config.get("layer_types") or [], FEATURES[kind][1]
     known = (FULL, WINDOW) if "window_blocks" in may else [FULL]
-    for each in types or ():
+    for each in types:
         require_all({"layer_types": each}, {"layer_types": known})
     on = "window" in may and (kind not in WITH_SWITCH or config["use_sliding_window"])
-    if window is None or not on:
-        if WINDOW in (types or ()):
+    if not on or config.get("sliding_window") is None:
+        if WINDOW in types:
             raise UserError(f"its layer_types has {WINDOW!r}, and its window is off or null")
         return found
-    slides = [each == WINDOW for each in types or [WINDOW] * config["num_hidden_layers"]]
-    if any(slides):
-        found["window"] = whole_number(config, "sliding_window")
-    if any(slides) and not all(slides):
-        found["window_blocks"] = shortest("".join("fs"[each] for each in slides))
+    slides = "".join("fs"[each == WINDOW] for each in types) or "s"
+    if "s" in slides:
+        window = number(config, "sliding_window", 1)
+        found |= {"window": window, "window_blocks": shortest(slides)}
     return found
 
 
@@ -297,23 +297,19 @@ def rope_of(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = table["rope_type"]
     if scaling == "default":
         return found
-    if scaling not in SCALED:
+    if scaling not in [*SCALED_BY]:
         raise UserError(f"its rotary positions are scaled by {table}, which is not here")
-    known = {"low_freq_factor": [None, LOW], "high_freq_factor": [None, HIGH]}
-    require_all(table, known | {"truncate": [None, True]})
-    if ORIGINAL in SCALED[scaling]:
-        original = whole_number(table, ORIGINAL)
-        if scaling == "yarn" and table["factor"] is None:
-            longest = whole_number(config, "max_position_embeddings")
-            table = {**table, "factor": longest / original}
-        if (scaling, original) != ("llama3", LLAMA3_CONTEXT):
-            found["rope_original_len"] = original
-    for key in SCALED[scaling]:
-        if key == "factor" or key != ORIGINAL and table.get(key) is not None:
-            found[SCALES[key]] = number(table, key)
-    scales = table.get("mscale"), table.get("mscale_all_dim")
-    if all(scales) and table.get("attention_factor") is None:
-        grown = 0.1 * math.log(found["rope_scaling_factor"])
+    require_all(
+        table, {"low_freq_factor": [LOW], "high_freq_factor": [HIGH], "truncate": [None, True]}
+    )
+    if scaling == "yarn" and table["factor"] is None:
+        table = {**table, "factor": config["max_position_embeddings"] / number(table, ORIGINAL, 1)}
+    for ours, name in SCALED_BY[scaling].items():
+        if name not in OF_YARN.values() or table.get(name) is not None:
+            found[ours] = number(table, name)
+    both = table.get("mscale") and table.get("mscale_all_dim")
+    if scaling == "yarn" and both and "rope_attention_factor" not in found:
+        grown = 0.1 * math.log(number(table, "factor", 1))
         one, other = (grown * number(table, name) + 1 for name in ("mscale", "mscale_all_dim"))
         found["rope_attention_factor"] = one / other
     return found | {"rope_scaling": scaling}
@@ -344,17 +340,16 @@ def rope_config(args: DecoderArgs) -> dict[str, Any]:
 
     transformers 5 reads these of earlier versions too, and puts them into `rope_parameters`.
     """
+    found: dict[str, Any] = {"rope_theta": args.rope_theta}
     if args.rope_scaling_factor == 1 and args.rope_attention_factor is None:
-        return {"rope_theta": args.rope_theta}
-    values = {key: getattr(args, SCALES[key]) for key in SCALED[args.rope_scaling]}
-    if ORIGINAL in values:
-        values[ORIGINAL] = args.original_len
-    table = {"rope_type": args.rope_scaling} | {
-        key: value for key, value in values.items() if value is not None
-    }
+        return found
+    ours = vars(args) | {"rope_original_len": args.original_len}
+    values = {name: ours[each] for each, name in SCALED_BY[args.rope_scaling].items()}
     if args.rope_scaling == "llama3":
-        table |= {"low_freq_factor": LOW, "high_freq_factor": HIGH}
-    return {"rope_theta": args.rope_theta, "rope_scaling": table}
+        values |= {"low_freq_factor": LOW, "high_freq_factor": HIGH}
+    table = {name: value for name, value in values.items() if value is not None}
+    found["rope_scaling"] = {"rope_type": args.rope_scaling, **table}
+    return found
 
 
 def olmo_rope_config(args: LlamaArgs) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """A model that is saved: to use it without an optimizer, and to start a new run from its weights.
 
-It is that of a checkpoint, of a folder of Hugging Face's transformers or of its hub, or bare
-weights.
+It is that of a checkpoint, of a folder of Hugging Face's transformers or its hub, or bare weights.
 """
 
 import contextlib
@@ -11,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -44,19 +44,17 @@ from torchmars.parallel.layout import Layout
 from torchmars.parallel.parallel_model import ParallelModel
 from torchmars.storage.storage import MANIFEST
 
+ComputeDtype = Literal["float32", "bfloat16"]
+Level = Literal["full", "size"]
 CONFIG, ADAPTER, TOKENIZER = "config.json", "adapter_config.json", "tokenizer.json"
+UNTIED = "it is loaded as model.tied = false"
 LONGEST = 8192  # of the sequences to train on, where a model takes any
 NAME = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")  # NAME or NAME@REVISION
 # All that is read of a model of the hub. Nothing else is fetched, so that no pickle is.
-FILES = [
-    *(CONFIG, ADAPTER, "generation_config.json"),
-    *(files.WEIGHTS, files.INDEX, "model-*-of-*.safetensors"),
-    *(TOKENIZER, "tokenizer_config.json"),
-]
+FILES = [CONFIG, ADAPTER, files.WEIGHTS, files.INDEX, "model-*-of-*.safetensors", TOKENIZER]
+FILES += ["tokenizer_config.json", "generation_config.json"]
 # By which tokenizers are told apart.
 SAMPLE = "The quick brown fox's 12345 jumps,  over\n\n  the lazy\tdog — naïve 北京."
-ComputeDtype = Literal["float32", "bfloat16"]
-Level = Literal["full", "size"]
 
 
 @dataclass(frozen=True)
@@ -73,18 +71,26 @@ class SavedModel:
 
     @cached_property
     def index(self) -> dcp.Metadata:
-        """Where its tensors lie. Each rank reads it by itself: that of many ranks is large."""
+        """Where its tensors lie."""
         return read_index(self.folder, self.manifest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An index of many ranks is too large to be sent: other ranks read it."""
+        return {name: value for name, value in vars(self).items() if name != "index"}
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight. Raises `DamagedCheckpoint`."""
+        value = torch.empty(self.model.state_dict()[name].shape)
+        self.fill({name: value})
+        return value
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
         """Fill `weights`, sharded or not, by name. Raises `DamagedCheckpoint`."""
         # No average is made of buffers.
-        buffers = dict(self.model.named_buffers()) if self.average else {}
-        state: dict[str, Tensor] = {}
-        for name, value in weights.items():
-            averaged = self.average and name not in buffers
-            named = state_dict.average_state if averaged else state_dict.model_state
-            state |= named({name: value})
+        own = dict(self.model.named_buffers()) if self.average else weights
+        averaged = {name: each for name, each in weights.items() if name not in own}
+        others = {name: each for name, each in weights.items() if name in own}
+        state = state_dict.average_state(averaged) | state_dict.model_state(others)
         read_tensors(self.folder, state, self.index)
 
     @property
@@ -94,10 +100,12 @@ class SavedModel:
         Raises `UserError` if neither is the one that it was trained with.
         """
         name, begin_token = self.config.data.tokenizer, self.config.data.begin_token
+        if self.manifest.tokenizer_sha256 is None:
+            return load_tokenizer(name, begin_token)
         run = Path(os.path.realpath(self.folder)).parent.parent
         copy = RunConfig(run.name, str(run.parent)).tokenizer
         for file in (str(copy), name):
-            with contextlib.suppress(UserError):  # it is not there, as that of one with a name
+            with contextlib.suppress(UserError):  # it is not there
                 tokenizer = load_tokenizer(file, begin_token)
                 if tokenizer.sha256 == self.manifest.tokenizer_sha256:
                     return tokenizer
@@ -105,36 +113,6 @@ class SavedModel:
             f"neither {copy} nor {name} is the tokenizer that {self.folder} was trained with: put "
             "its tokenizer.json, and the tokenizer_config.json beside it, back into one of them"
         )
-
-
-def open_model(
-    folder: PurePath, step: int | None = None, average: bool = False, level: Level = "full"
-) -> SavedModel:
-    """Open the model of a checkpoint, or of a run: its newest good one, or the one of `step`.
-
-    With `average`, its weights are the moving average of the run's. `level` says how files are
-    checked. Raises `UserError` if there is none, and `DamagedCheckpoint`.
-    """
-    if step is not None:
-        found = folders.checkpoints(folders.folder_of(folder))
-        there = {folders.step_of(path): path for path in found}
-        if step not in there:
-            steps = ", ".join(map(str, there)) or "none"
-            raise UserError(f"{folder} has no checkpoint of step {step}: there are {steps}")
-        folder = there[step]
-    folder, manifest = find_checkpoint(folder, lambda text: say(text, error=True), level)
-    config = config_from_tables(manifest.config, f"in {folder}/{MANIFEST}")
-    model = build_run_model(config, manifest.vocab_size).eval()
-    saved = shapes_in(read_index(folder, manifest))
-    if wrong := files.shape_problem(saved, state_dict.model_state(model.state_dict())):
-        raise DamagedCheckpoint(
-            f"{folder} does not have the model that its {MANIFEST} describes: it {wrong}"
-        )
-    if average and not any(name.startswith("ema.") for name in saved):
-        raise UserError(
-            f"{folder} has no moving average of its weights: the run had no training.ema_decay"
-        )
-    return SavedModel(folder, manifest, config, model, average)
 
 
 @dataclass(frozen=True)
@@ -159,13 +137,51 @@ class FolderModel:
         return FolderTokenizer(self.config.data.tokenizer)
 
 
+def open_model(
+    folder: PurePath, step: int | None = None, average: bool = False, level: Level = "full"
+) -> SavedModel:
+    """Open the model of a checkpoint, or of a run: its newest good one, or the one of `step`.
+
+    With `average`, its weights are the moving average of the run's. `level` says how files are
+    checked. Raises `UserError` if there is none, and `DamagedCheckpoint`.
+    """
+    if step is not None:
+        folder = checkpoint_of(folder, step)
+    folder, manifest = find_checkpoint(folder, lambda text: say(text, error=True), level)
+    config = config_from_tables(manifest.config, f"in {folder}/{MANIFEST}")
+    model = build_run_model(config, manifest.vocab_size).eval()
+    found = SavedModel(folder, manifest, config, model, average)
+    saved = shapes_in(found.index)
+    if wrong := files.shape_problem(saved, state_dict.model_state(model.state_dict())):
+        raise DamagedCheckpoint(
+            f"{folder} does not have the model that its {MANIFEST} describes: it {wrong}"
+        )
+    if average and not any(name.startswith("ema.") for name in saved):
+        raise UserError(
+            f"{folder} has no moving average of its weights: the run had no training.ema_decay"
+        )
+    return found
+
+
+def checkpoint_of(run: PurePath, step: int) -> PurePath:
+    """Return the checkpoint of a run's `step`. Raises `UserError` if there is none."""
+    folder = folders.folder_of(run)
+    found = {folders.step_of(path): path for path in folders.checkpoints(folder)}
+    if not found:
+        raise folders.no_checkpoint(run)
+    if step not in found:
+        there_are = ", ".join(map(str, found))
+        raise UserError(f"{run} has no checkpoint of step {step}: there are {there_are}")
+    return found[step]
+
+
 def is_folder_of_transformers(path: PurePath) -> bool:
     """Return whether `path` is a folder of transformers. A run and a checkpoint are none.
 
     So is a name that begins with "hf:".
     """
-    names = (path / CONFIG, path / ADAPTER)
-    return any(map(os.path.isfile, names)) or str(path).startswith(HF)
+    own = any(os.path.isfile(path / name) for name in (CONFIG, ADAPTER))
+    return own or str(path).startswith(HF)
 
 
 def is_of_hub(source: str) -> bool:
@@ -202,39 +218,37 @@ def fetch(name: str) -> tuple[Path, str]:
     repository, _, revision = name.partition("@")
     try:
         # The cache has a folder for each commit.
-        folder = Path(
-            snapshot_download(repository, revision=revision or None, allow_patterns=FILES)
-        )
+        found = snapshot_download(repository, revision=revision or None, allow_patterns=FILES)
     except Exception as error:  # whatever its network, its cache or the hub have raised
         first = str(error).partition("\n")[0]
         raise UserError(
             f"{what} cannot be fetched ({type(error).__name__}: {first}): check the name and the "
             "network, and for a model that asks for consent HF_TOKEN"
         ) from None
-    return folder, f"{HF}{repository}@{folder.name}"
+    return Path(found), f"{HF}{repository}@{Path(found).name}"
 
 
 def open_folder(named: PurePath) -> FolderModel:
     """Open a model in a folder of transformers, for inference or to train on from it.
 
-    `named` is its path, or "hf:" and its path or its name on the hub. Raises `UserError`.
+    `named` is its path, or "hf:" and its path or its name on the hub. A head that its config.json
+    ties to the token table, and that is another, is not tied: that is told. Raises `UserError`.
     """
     try:
         folder, source = find_folder(str(named))
         tables = tables_of(folder, source)
-        config = config_from_tables(tables, f"from {folder / CONFIG}")
-        model = build_meta_model(config.model, 1, config.training.seq_len).eval()
-        found = FolderModel(tables, config, model, files.weights_of_folder(folder, model))
-        if wrong := files.weights_problem(found.weights, found.model.state_dict()):
+        try:
+            found = model_in(folder, tables)
+        except files.OtherHead:
+            if not tables["model"].get("tied"):
+                raise
+            say(f"warning: {folder}: {files.HEAD} has other values: {UNTIED}", error=True)
+            tables["model"]["tied"] = False
+            found = model_in(folder, tables)
+        there = {name: place.shape for name, place in found.weights.items()}
+        if wrong := files.shape_problem(there, found.model.state_dict()):
             raise UserError(f"it {wrong}")
-        if "data" in tables:
-            tokenizer, rows = load_tokenizer(config.data.tokenizer), model.vocab_rows
-            if (largest := max(tokenizer.vocab_size - 1, tokenizer.end_of_text)) >= rows:
-                raise UserError(
-                    f"the largest id of its tokenizer is {largest:,}, and the model has {rows:,} "
-                    "rows: take out tokens that were added, or let resize_token_embeddings of "
-                    "transformers add rows, and save the model again"
-                )
+        check_tokenizer(folder, found)
     except UserError as error:
         raise UserError(f"{named} cannot be opened: {error}") from None
     return found
@@ -259,6 +273,26 @@ def tables_of(folder: Path, source: str) -> Tables:
         # Of a cache, the file is a link to one that has no tokenizer_config.json beside it.
         tables["data"] = {"tokenizer": str(folder.resolve() / TOKENIZER)}
     return tables
+
+
+def model_in(folder: Path, tables: Tables) -> FolderModel:
+    """Return the model of a folder's tables. Raises `UserError`."""
+    config = config_from_tables(tables, f"from {folder / CONFIG}")
+    model = build_meta_model(config.model, 1, config.training.seq_len).eval()
+    return FolderModel(tables, config, model, files.weights_of_folder(folder, model))
+
+
+def check_tokenizer(folder: Path, found: FolderModel) -> None:
+    """Raise `UserError` if it is not a tokenizer, or has ids that the model has no rows for."""
+    if "data" not in found.tables:
+        return  # it has none, which is told elsewhere
+    tokenizer, rows = load_tokenizer(found.config.data.tokenizer), found.model.vocab_rows
+    largest = max(tokenizer.vocab_size - 1, tokenizer.end_of_text)
+    if largest >= rows:
+        raise UserError(
+            f"the largest id of its tokenizer is {largest:,}, and the model has {rows:,} rows: let "
+            "resize_token_embeddings of transformers add rows, and save the model again"
+        )
 
 
 def open_any(folder: PurePath, step: int | None = None) -> SavedModel | FolderModel:
@@ -299,20 +333,17 @@ def load_sharded_model(
     rank.
     """
     found = layout.on_first(lambda: open_any(folder, step))
-    tokenizer = found.tokenizer
-    find_starts = partial(
-        document_starts,
-        end_of_text=tokenizer.end_of_text,
-        begin_token=tokenizer.begin_token,
-    )
+    config, tokenizer = found.config, found.tokenizer
+    begin, end = tokenizer.begin_token, tokenizer.end_of_text
+    find_starts = partial(document_starts, end_of_text=end, begin_token=begin)
     model = ParallelModel(
         found.model,
         ParallelismConfig(),
-        replace(found.config.training, dtype=dtype, compile=False, float8=Float8Config()),
+        replace(config.training, dtype=dtype, compile=False, float8=Float8Config()),
         ActivationCheckpointConfig(),
         layout,
         layout.device,
-        find_starts=find_starts if found.config.data.separate_documents else None,
+        find_starts=find_starts if config.data.separate_documents else None,
     )
     layout.on_all(lambda: found.fill(model.tensors))
     model.follow_weights()
@@ -371,7 +402,7 @@ def other_tokenizer(source: str, name: str) -> str:
 
     `source` is as in checkpoint.init_from. Raises `UserError` if the model is not to be had.
     """
-    if not is_folder_of_transformers(PurePath(source)):
+    if not source.startswith(HF):
         return ""
     file = find_folder(source)[0] / TOKENIZER
     if not file.exists():
@@ -396,10 +427,12 @@ def open_source(
     bare, before = Path(source), Multipliers()
     try:
         found: SavedModel | dict[str, files.SavedWeight]
-        if is_folder_of_transformers(bare):
+        if source.startswith(HF):
             found = files.weights_of_folder(find_folder(source)[0], model)
         elif source.endswith(".safetensors"):
             found = files.weights_of_file(bare)
+        elif is_folder_of_transformers(bare):
+            raise UserError(f"{source} is a folder of transformers: write {HF}{source}")
         elif files.has_weights(bare):
             found = files.weights_in(bare)
         else:
@@ -408,13 +441,9 @@ def open_source(
     except UserError as error:
         wrong = str(error) if source in str(error) else f"{source}: {error}"
         raise UserError(f"checkpoint.init_from: {wrong}") from None
-    weights = model.state_dict()
-    if isinstance(found, SavedModel):
-        there = {name: tuple(value.shape) for name, value in found.model.state_dict().items()}
-        wrong = files.shape_problem(there, weights)
-    else:
-        wrong = files.weights_problem(found, weights)
-    if wrong:
+    values = found.model.state_dict() if isinstance(found, SavedModel) else found
+    there = {name: tuple(value.shape) for name, value in values.items()}
+    if wrong := files.shape_problem(there, model.state_dict()):
         remedy = "set [model], data.tokenizer and training.seq_len as they were there"
         raise UserError(f"checkpoint.init_from: {source} {wrong}: {remedy}")
     if before != model.args.multipliers:

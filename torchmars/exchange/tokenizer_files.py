@@ -1,8 +1,7 @@
 """Tokenizers of folders of Hugging Face's transformers: those that are read, and files to write."""
 
-import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,6 @@ from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer, TiktokenToken
 
 if TYPE_CHECKING:
     import tokenizers
-
-# What to tell of the tokenizer of an exported model of a type: AutoTokenizer takes one class for
-# all of them, which cuts texts by rules of its own.
-WARNINGS = {
-    "qwen2": "AutoTokenizer of transformers 5 reads the tokenizer of a qwen2 model as a "
-    "Qwen2Tokenizer, which gives other tokens unless it is one: load it by PreTrainedTokenizerFast"
-}
 
 
 class FolderTokenizer(FileTokenizer):
@@ -73,10 +65,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     begin = tokenizer.begin_token
     if begin is not None and tokenizer.put_before != [begin]:
         text = begun(text, str(token(begin)), begin)
-    return {
-        "tokenizer.json": text,
-        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-    }
+    return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
@@ -100,15 +89,16 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 def begun(text: str, token: str, begin: int) -> str:
     """Return the text of a tokenizer.json that puts a token, of id `begin`, alone before texts."""
-    from tokenizers import Tokenizer, processors
-
-    # A name of its own in the template, where a token's colons and dollars would mean something.
-    named = {"id": "begin", "ids": [begin], "tokens": [token]}
-    tokenizer = Tokenizer.from_str(text)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="begin $A", pair="begin $A $B:1", special_tokens=[named]
-    )
-    return tokenizer.to_str(pretty=True)
+    # As the file has it: the package's constructor takes colons and dollars of a token for its own.
+    first = {"SpecialToken": {"id": token, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB")]
+    template = {
+        "type": "TemplateProcessing",
+        "single": [first, texts[0]],
+        "pair": [first, *texts],
+        "special_tokens": {token: {"id": token, "ids": [begin], "tokens": [token]}},
+    }
+    return json.dumps(json.loads(text) | {"post_processor": template}, indent=2, ensure_ascii=False)
 
 
 def ends_of(tokenizer: Tokenizer) -> list[int]:
@@ -126,17 +116,23 @@ def byte_pair_tokenizer(
     """
     with needs_package("tokenizers", "writing a tokenizer"):
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     # A byte that can be printed has its own letter. The others, in order, have those above.
-    alphabet, others = pre_tokenizers.ByteLevel.alphabet(), itertools.count(256)
-    own = [chr(byte) in alphabet for byte in range(256)]
-    letters = [chr(byte if itself else next(others)) for byte, itself in enumerate(own)]
+    others = iter(letter for letter in letters if ord(letter) > 255)
+    of_bytes = [chr(byte) if chr(byte) in letters else next(others) for byte in range(256)]
 
     def word(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
+        return "".join(of_bytes[byte] for byte in token)
 
     # Special tokens too: others would get the next free numbers.
     vocabulary = {word(token): rank for token, rank in ranks.items()} | special
-    pairs = [(word(left), word(right)) for left, right in merges(ranks)]
+    # Any two neighbours that are a token together are merged to it, the lowest rank first.
+    pairs = [
+        (word(token[:cut]), word(token[cut:]))
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
     # As tiktoken does, a piece that is a token is not put together from its bytes.
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=True))
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -150,19 +146,3 @@ def byte_pair_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
     return tokenizer
-
-
-def merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the pair that each token of more than one byte was merged from, in order of rank.
-
-    It is what is left of a token that is encoded by the ranks below its own.
-    """
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [token[place : place + 1] for place in range(len(token))]
-        while len(parts) > 2:
-            joined = [left + right for left, right in zip(parts, parts[1:])]
-            best = min(range(len(joined)), key=lambda place: ranks.get(joined[place], rank))
-            assert ranks.get(joined[best], rank) < rank
-            parts[best : best + 2] = [joined[best]]
-        if len(parts) == 2:
-            yield parts[0], parts[1]

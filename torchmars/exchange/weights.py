@@ -18,9 +18,10 @@ from torch import Tensor
 
 from torchmars.core.check import Name, parse_json
 from torchmars.core.errors import UserError
-from torchmars.core.files import read_bytes, read_text, write_durably
-from torchmars.exchange.families import family_of
+from torchmars.core.files import path_problem, read_bytes, read_text, write_durably
+from torchmars.exchange.families import counterparts, family_of
 from torchmars.exchange.family import Counterpart
+from torchmars.exchange.llama_family import GATE_UP
 from torchmars.models import Model
 from torchmars.optim.tensors import local_intervals, local_part
 
@@ -28,27 +29,28 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TABLE, HEAD = "tok_embed.weight", "lm_head.weight"  # our name of the token table, their head
 FILE_BYTES = 5 * 10**9  # of a file of weights, as transformers divides them
 SMALL = 1024  # bytes, more than a pointer of Git LFS has
-DTYPES = ("F32", "BF16", "F16", "F64")  # as the format calls them
+DTYPES = "F32, BF16, F16, F64"  # as the format calls them
 # Buffers that older versions saved beside the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # What may be there instead, and how to come by what can be read. The first counts.
 OTHERS = {
     r"adapter_config\.json": "of an adapter of PEFT: load it there, and save what "
     "merge_and_unload() returns",
-    r"model-\d+-of-\d+\.safetensors": f"and no {INDEX} that says which others there are: fetch it",
-    r"model\.[\w-]+(-\d+-of-\d+)?\.(safetensors|.*\.json)": "load the model with this variant= and "
-    "save it without",
+    r"model-\d+-of-\d+\.safetensors": f"and no {INDEX}: fetch it",
     r"consolidated\..*|params\.json": "of those who trained the model: fetch their folder for "
     "transformers, which has a config.json",
-    r".*\.safetensors": "which transformers does not read: name that file so if it is it",
     r".*\.distcp|pytorch_model_fsdp_\d+": "of FSDP's ranks: accelerate merge-weights FOLDER OUT "
     "writes one file of them, and python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
     "one to load and save_pretrained",
     r"global_step\d+|zero_to_fp32\.py": "of DeepSpeed's ranks: python zero_to_fp32.py FOLDER OUT "
     "--safe_serialization writes files of weights",
-    r".*\.(bin|pth?|ckpt|pkl)": "which may run code when it is read: load the model by "
-    "transformers, and save it with safe_serialization",
+    r".*\.(safetensors|bin|pth?|ckpt|pkl)": "which is not read (a pickle may run code): load the "
+    "model by transformers, with its variant= if it has one, and save it by save_pretrained",
 }
+
+
+class OtherHead(UserError):
+    """A head beside a tied token table, with other values."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,21 @@ class SavedWeight:
     file: Path
     name: str
     shape_there: tuple[int, ...]
-    dtype: str
-    """As the format calls it."""
     transposed: bool = False
+    half: int | None = None
+    """Which half of the rows of each matrix it is, where two stacks are one tensor there."""
     stack: tuple["SavedWeight", ...] = ()
     """Where the matrices of a stack lie, if each is a tensor there; the rest is the first one's."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of our weight."""
-        one = self.shape_there[:: -1 if self.transposed else 1]
-        return (len(self.stack), *one) if self.stack else one
+        if self.stack:
+            return (len(self.stack), *self.stack[0].shape)
+        if self.half is not None and len(self.shape_there) == 3 and self.shape_there[1] % 2 == 0:
+            stack, rows, columns = self.shape_there
+            return (stack, rows // 2, columns)
+        return self.shape_there[:: -1 if self.transposed else 1]
 
 
 def has_weights(folder: Path) -> bool:
@@ -112,14 +118,19 @@ def weights_of_file(file: Path) -> dict[str, SavedWeight]:
 
     The library checks that the header describes the whole file, each byte once.
     """
+    if wrong := path_problem(file, "file"):
+        raise UserError(f"cannot read {file}: {wrong}")
     found = {}
     try:
         if file.stat().st_size < SMALL:
-            read_bytes(file)  # it tells a pointer of Git LFS, and what is no file
+            read_bytes(file)  # it tells a pointer of Git LFS
         with safe_open(file, framework="pt") as saved:
             for name in saved.keys():
                 place = saved.get_slice(name)
-                found[name] = SavedWeight(file, name, tuple(place.get_shape()), place.get_dtype())
+                dtype = place.get_dtype()
+                if dtype not in DTYPES.split(", ") and not name.endswith(BUFFERS):
+                    raise UserError(f"{file} has {name} as {dtype}, where {DTYPES} can be read")
+                found[name] = SavedWeight(file, name, tuple(place.get_shape()))
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {file}: {error}") from None
     return found
@@ -131,8 +142,8 @@ def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
     As there, a name gets what begins names of its family, or loses it, where that fits: weights may
     have been saved without a head. Raises `UserError` for one too many or too few.
     """
-    there, family = weights_in(folder), family_of(model)
-    theirs, base = family.counterparts(model), family.base
+    there, base = weights_in(folder), family_of(model).base
+    theirs = counterparts(model, any(name.endswith(GATE_UP) for name in there))
     wanted = {HEAD, *(name for each in theirs.values() for name in each.names)}
     files: dict[str, SavedWeight] = {}
     for name, place in there.items():
@@ -144,45 +155,37 @@ def weights_of_folder(folder: Path, model: Model) -> dict[str, SavedWeight]:
     if model.output is None and HEAD in files:  # the token table once more
         head, table = files.pop(HEAD), theirs[TABLE].name
         if not same_values(files.setdefault(table, head), head):
-            raise UserError(
-                f"its {HEAD} has other values than its {table}: set tie_word_embeddings of its "
-                "config.json, and model.tied, to false (a GPT-2 here has but one table)"
-            )
+            can_untie = hasattr(model.args, "tied")
+            remedy = "set model.tied = false" if can_untie else "a GPT-2 here has but one table"
+            raise OtherHead(f"its {HEAD} has other values than its {table}: {remedy}")
     saved = {}
     for ours, each in theirs.items():
         for name in each.names:
             if name not in files:
-                inside = next((other for other in files if other.endswith(f".{name}")), "")
-                module = inside.removesuffix(f".{name}")
-                remedy = f": save the model that is in {module}" if inside else ""
+                inside = [other for other in files if other.endswith(f".{name}")]
+                module = "".join(inside[:1]).removesuffix(f".{name}")
+                remedy = f": save the model that is in {module}" if module else ""
                 raise UserError(f"it has no {name}, which its config.json asks for{remedy}")
-        places = [replace(files[name], transposed=each.transposed) for name in each.names]
+        places = [
+            replace(files[name], transposed=each.transposed, half=each.half) for name in each.names
+        ]
         if any(place.shape != places[0].shape for place in places):
             raise UserError(f"it has an expert of another shape than {places[0].name}")
         saved[ours] = replace(places[0], stack=tuple(places)) if each.experts else places[0]
-    # GLM-4.5 and DeepSeek-V3 have one more layer there, which predicts the token after the next.
-    predicts = getattr(model.args, "router", "") == "sigmoid"
+    left_out = family_of(model).left_out(model)
     for name in files.keys() - wanted:
         whole = base + name.removeprefix(base)
-        of_more = predicts and whole.startswith(f"model.layers.{model.n_layer}.")
-        if not (of_more or whole.endswith(BUFFERS)):
+        if not whole.endswith(BUFFERS) and not whole.startswith(left_out):
             raise UserError(f"it has {name}, which no model of its config.json has")
     return saved
 
 
 def same_values(one: SavedWeight, other: SavedWeight) -> bool:
     """Return whether two matrices in files have the same values. Raises `UserError`."""
-    whole = [[(0, size) for size in each.shape] for each in (one, other)]
-    return torch.equal(read_part(one, whole[0]).float(), read_part(other, whole[1]).float())
-
-
-def weights_problem(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]) -> str:
-    """Return which of `weights` cannot be read from `saved`, and why; "" if all can be."""
-    for name, place in saved.items():
-        for each in place.stack or [place]:
-            if name in weights and each.dtype not in DTYPES:
-                return f"has {name} as {each.dtype}, where {', '.join(DTYPES)} can be read"
-    return shape_problem({name: place.shape for name, place in saved.items()}, weights)
+    if one == other or one.shape != other.shape:
+        return one == other
+    whole = [(0, size) for size in one.shape]
+    return torch.equal(read_part(one, whole).float(), read_part(other, whole).float())
 
 
 def shape_problem(saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> str:
@@ -211,10 +214,14 @@ def load_weights(saved: Mapping[str, SavedWeight], weights: Mapping[str, Tensor]
 
 def read_part(place: SavedWeight, part: Sequence[tuple[int, int]]) -> Tensor:
     """Return a part of our weight that is one tensor there. Raises `UserError`."""
-    slices = [slice(*interval) for interval in part][:: -1 if place.transposed else 1]
+    slices = [slice(*interval) for interval in part]
+    if place.half is not None:
+        begin = place.half * place.shape[1]
+        slices[1] = slice(begin + slices[1].start, begin + slices[1].stop)
     try:
         with safe_open(place.file, framework="pt") as saved:
-            there: Tensor = saved.get_slice(place.name)[tuple(slices)]
+            order = -1 if place.transposed else 1
+            there: Tensor = saved.get_slice(place.name)[tuple(slices[::order])]
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {place.file}: {error}") from None
     return there.T if place.transposed else there
@@ -227,30 +234,27 @@ def write_weights(
 
     A larger tensor has a file of its own. Memory holds the tensors of a file. Raises `OSError`.
     """
-    files: list[Path] = []
-    index: dict[str, int] = {}
+    parts: list[list[str]] = []
     total = 0
     for held in by_file(tensors, file_bytes):
-        file = folder / f"{len(files)}.safetensors"
-        file.touch()
-        mode = file.stat().st_mode  # the library's files are for their owner alone
+        file = folder / f"{len(parts)}.safetensors"
         try:
             save_file(held, file, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from None
-        file.chmod(mode)
+        file.chmod(folder.stat().st_mode & 0o666)  # the library's are for their owner alone
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
-        index |= dict.fromkeys(held, len(files))
-        files.append(file)
+        parts.append([*held])
         total += sum(tensor.nbytes for tensor in held.values())
-    count = len(files)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    for file, name in zip(files, names if count > 1 else [WEIGHTS]):
-        file.rename(folder / name)
-    if count > 1:
-        places = {tensor: names[number] for tensor, number in index.items()}
-        table = {"metadata": {"total_size": total}, "weight_map": places}
+    index: dict[str, str] = {}
+    for number, names in enumerate(parts):
+        name = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        name = WEIGHTS if len(parts) == 1 else name
+        (folder / f"{number}.safetensors").rename(folder / name)
+        index |= dict.fromkeys(names, name)
+    if len(parts) > 1:
+        table = {"metadata": {"total_size": total}, "weight_map": index}
         write_durably(folder / INDEX, json.dumps(table, indent=1) + "\n")
 
 
@@ -272,11 +276,10 @@ def tensors_there(
 
     `read` returns a weight by our name. Buffers keep their dtype: a router chooses by its bias.
     """
-    family = family_of(model)
-    there = family.with_their_parameters(model) if theirs else model
+    there = family_of(model).with_their_parameters(model) if theirs else model
     ours, buffers = model.state_dict(), dict(there.named_buffers())
     shapes = {name: value.shape for name, value in there.state_dict().items()}
-    places = family.counterparts(there) if theirs else {each: Counterpart(each) for each in shapes}
+    places = counterparts(there) if theirs else {name: Counterpart(name) for name in shapes}
     for name, place in places.items():
         weight = read(name) if name in ours else torch.zeros(shapes[name])
         weight = weight if name in buffers else weight.to(dtype)
