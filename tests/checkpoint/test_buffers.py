@@ -86,8 +86,8 @@ def test_biases_of_routers_are_kept_on_every_layout_and_in_every_file(tmp_path):
         opened = open_model(run, average=average)
         target = tmp_path / f"export {average}"
         bare = tmp_path / f"bare {average}"
-        export([opened], bare, "safetensors", "bfloat16")
-        export([opened, opened], target, "hf", "bfloat16")
+        export(opened, bare, "safetensors", "bfloat16")
+        export(opened, target, "hf", "bfloat16")
         ours, theirs = load_file(bare / "model.safetensors"), {}
         for file in target.glob("*.safetensors"):
             theirs |= load_file(file)
