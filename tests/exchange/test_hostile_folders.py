@@ -124,7 +124,6 @@ WRONG = {
         lambda folder: (folder / CONFIG).write_text("{"),
         "config.json cannot be read",
     ),
-    "config nested": (lambda folder: (folder / CONFIG).write_text("[" * 10**5), "no JSON object"),
     "negative": (config(hidden_size=-8), "hidden_size is -8: it must be a whole number"),
     "absurd rows": (config(vocab_size=10**15), "model.vocab_size must be at most 10,000,000"),
     "list": (config(model_type=["llama"]), "model_type is ..llama.."),
