@@ -13,15 +13,15 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 51, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 32_451
+IN_ALL = 32_206
 OF_ROOMS = {
     "benchmark": 141,
     "checkpoint": 2_438,
     "cluster": 2_000,
-    "commands": 1_511,
+    "commands": 1_510,
     "comparison": 1_750,
     "config": 2_493,
-    "core": 1_651,
+    "core": 1_409,
     "data": 2_778,
     "evaluation": 538,
     "exchange": 1_800,
@@ -31,8 +31,8 @@ OF_ROOMS = {
     "planning": 898,
     "records": 970,
     "reports": 591,
-    "storage": 639,
-    "top level": 637,
+    "storage": 638,
+    "top level": 636,
     "training": 1_589,
 }
 # Of Python's own modules subprocess takes time, which --help has not.

@@ -22,7 +22,7 @@ from torchmars.commands.plan import check_machines
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.config.load import config_text, read, validate
-from torchmars.core.check import Range, as_path, make
+from torchmars.core.check import Interval, Place, make
 from torchmars.core.device import gpu_type
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.places import place
@@ -38,9 +38,10 @@ from torchmars.training.build import apply_determinism, build_trainer
 from torchmars.training.preparation import prepare_run, read_tasks
 
 Config = str | Path | Sequence[str | Path] | ResolvedConfig
-Ranks = Annotated[int, Range(1, 1_000)]
-Planning = Annotated[int, Range(1, 100_000)]  # as `torchmars plan` has it
-PerNode = Annotated[int, Range(0, 100_000)]
+TextFiles: Any = Annotated[str, Place(stores=True, pattern=True)]
+Ranks = Annotated[int, Interval(1, 1_000)]
+Planning = Annotated[int, Interval(1, 100_000)]  # as `torchmars plan` has it
+PerNode = Annotated[int, Interval(0, 100_000)]
 _alone = threading.Lock()  # held while this process trains, plans or measures
 
 
@@ -136,7 +137,7 @@ def load(folder: str | PurePath, device: str | torch.device | None = None) -> "L
             imported. What the folder names is never imported.
         DamagedCheckpoint: where files of the checkpoint are damaged; a `UserError` too.
     """
-    path, device = place(as_path(folder, "folder"), "folder"), usable_device(device)
+    path, device = place(make(Path, folder, name="folder"), "folder"), usable_device(device)
     model, tokenizer, config = load_model(path)
     return LanguageModel(path, model.to(device).eval(), tokenizer, config)
 
@@ -250,7 +251,7 @@ class LanguageModel:
             UserError: for a task or a text that cannot be read, and if there is none.
         """
         names = make(list[str], [tasks] if isinstance(tasks, str) else tasks, name="tasks")
-        text = None if text is None else str(as_path(text, "text"))
+        text = None if text is None else make(TextFiles, text, name="text")
         if not names and text is None:
             raise UserError("name what to measure: tasks or text")
         make(Count | None, shots, name="shots")  # type: ignore[arg-type]
@@ -279,7 +280,7 @@ def read_config(config: Config, sections: dict[str, Any]) -> ResolvedConfig:
             "config must be a TOML file, the name of one or of a preset, or a list of these, got "
             f"{config!r:.80}: settings are sections, such as training={{'steps': 100}}"
         )
-    files = [str(as_path(name, "config")) for name in names]
+    files = [str(make(Path, name, name="config")) for name in names]
     return validate([*read(files), ("in Python", sections)])
 
 

@@ -22,11 +22,9 @@ from torchmars.core.errors import (
     Ended,
     LoneMistake,
     LostRank,
-    OutOfMemory,
     end_at_once,
     exit_on_user_error,
     leave_exit_code,
-    report_crash,
     report_failure,
 )
 
@@ -69,7 +67,7 @@ def main() -> None:
         report_failure(out_of_memory(error))
         end_at_once(1)
     except BaseException as error:  # DCP's own are no Exception, nor is a plugin's sys.exit
-        report_crash(error)
+        report_failure(error, crash=True)
         end_at_once(1)
     code = leave_exit_code(code)
     with unless_done_in(LEAVE_SECONDS, partial(end_at_once, code)):
@@ -77,10 +75,10 @@ def main() -> None:
     sys.exit(code)
 
 
-def out_of_memory(error: torch.OutOfMemoryError) -> OutOfMemory:
+def out_of_memory(error: torch.OutOfMemoryError) -> LoneMistake:
     """Return one line: this rank needs more memory than its GPU has, and the remedy."""
     wanted = str(error).partition(" GPU ")[0]
-    return OutOfMemory(
+    return LoneMistake(
         f"rank {process.rank()} on {process.node()} ran out of GPU memory ({wanted}): lower "
         'training.microbatch_size, set activation_checkpoint.mode = "full", or take more ranks; '
         "torchmars plan says what each needs, and profiler.memory = true what had it"

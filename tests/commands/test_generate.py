@@ -196,7 +196,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
         ((run, "--max_tokens", 0), "--max-tokens must be"),
         ((run, "--temperature", -1), "--temperature must be"),
         ((run, "--step", 29), "has no checkpoint of step 29"),
-        ((run, "--temp", 1), "unknown option --temp: did you mean --temperature?"),
+        ((run, "--temp", 1), "unrecognized arguments: --temp 1: did you mean --temperature?"),
     ]:
         with pytest.raises(SystemExit) as ended:
             command(*args)

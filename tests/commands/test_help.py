@@ -95,7 +95,7 @@ def test_help_has_one_setting(call, setting):
     whole = " ".join(call("train", "--help", section)[1].split())
     text = " ".join(out[out.index("\n  --") :].split())
     assert text in whole and len(text) > 40
-    code, out, err = call("train", "--help", f"{setting}_")
+    code, out, err = call("train", "--help", f"{setting}x")
     assert code == 2 and f"did you mean {setting}? They are run" in err
 
 

@@ -237,7 +237,7 @@ def test_where_no_checkpoint_could_be_written_a_run_does_not_start(place):
     (place / "runs" / "tiny").mkdir(parents=True)
     (place / "runs" / "tiny" / "checkpoints").touch()
     said = mistake(write_settings, load_config(["tiny.toml"], "test"))
-    assert "runs/tiny/checkpoints: Not a directory: set run.folder" in said
+    assert "runs/tiny/checkpoints: set run.folder" in said
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,6 @@ def test_where_no_checkpoint_could_be_written_a_run_does_not_start(place):
             "(Not a regular file)",
         ),
         (["--data.files", "fifo"], "data.files: 'fifo' names no text file"),
-        (["--metrics.wandb_project", "\udcff"], "metrics.wandb_project must be Unicode text"),
     ],
 )
 def test_what_is_too_large_and_paths_that_are_none_are_named(place, args, message):

@@ -50,7 +50,7 @@ def test_where_pictures_go(run, tmp_path, args, files):
 @pytest.mark.parametrize(
     "args,error",
     [
-        ([], "RUNS is missing"),
+        ([], "the following arguments are required: RUNS"),
         (["runs/a", "runs/c"], "runs/c is not the folder of a run: it does not exist: name one"),
         (["runs"], "runs is not the folder of a run: it has no config.toml"),
         (["v1.2", "runs"], "v1.2 is not the folder of a run: it has no config.toml"),

@@ -73,4 +73,4 @@ def test_folders_without_runs(run, tmp_path):
     assert err == "error: there is no folder m: did you mean runs/m?\n"
     assert run() == (0, "there are no runs in runs\n", "")
     (tmp_path / "file").write_text("")
-    assert run("file")[0] == 2 and run("--json", "none/x.json")[0] == 2
+    assert run("file")[0] == 2 and run("--json", "file/x.json")[0] == 2

@@ -158,22 +158,21 @@ def test_groups_of_the_optimizer(tmp_path):
 @pytest.mark.parametrize(
     "args,message",
     [
-        (["--data", "1"], "unknown option --data: did you mean --data.source?"),
-        (["--training-steps", "3"], "--training-steps: did you mean --training.steps?"),
+        (["--training-steps", "3"], "--training-steps 3: did you mean --training.steps?"),
         (["--training.stps", "3"], "key training.stps .* did you mean training.steps?"),
         (["--training.step", "3"], "key training.step .* did you mean training.steps?"),
-        (["--lr", "3"], "unknown option --lr: did you mean --optimizer.lr?"),
-        (["--no", "3"], "unknown option --no: see --help"),
+        (["--lr", "3"], "unrecognized arguments: --lr 3: did you mean --optimizer.lr?"),
+        (["--no", "3"], "unrecognized arguments: --no 3: see --help"),
         (["--training.qwxz", "3"], "key training.qwxz .* may be one of training.steps, train"),
         (["--training.steps", "many"], "training.steps must be a whole number, got 'many'"),
         (["--training.steps", "1.5"], "training.steps must be a whole number"),
-        (["--training.steps", "3", "4"], "cannot read the argument '4'"),
-        (["--training.steps"], "--training.steps needs a value: INT"),
-        (["--training.steps", "0"], "training.steps must be at least 1, got '0'"),
+        (["--training.steps", "3", "4"], "unrecognized arguments: 4: see --help"),
+        (["--training.steps"], "--training.steps: expected one argument: see --help"),
+        (["--training.steps", "0"], "training.steps must be at least 1, got 0"),
         (["--training.compile", "maybe"], "training.compile must be true or false"),
         (["--training.compile", "1"], "training.compile must be true or false"),
         (["--training.dtype", "float8"], "must be 'auto', 'float32' or 'bfloat16', got 'float8'"),
-        (["--optimizer.betas", "0.9"], "optimizer.betas must be 2 values"),
+        (["--optimizer.betas", "0.9"], r"optimizer.betas needs more values, got \[0.9\]"),
         (["--optimizer.betas", "0.9", "1.0"], r"optimizer.betas must be two numbers in \[0, 1\)"),
         (["--optimizer.lr", "0"], "optimizer.lr must be more than 0"),
         (["--optimizer.gamma", "-1"], "optimizer.gamma must be at least 0"),
@@ -246,7 +245,7 @@ def test_words_become_values(words, value):
         ("[training]\nsteps = 3.0", "training.steps must be a whole number, got 3.0"),
         ("[run]\nname = 2020-01-01", "run.name must be a string, got datetime"),
         ("[optimizer]\nlr = true", "optimizer.lr must be a number, got True"),
-        ("[optimizer]\nbetas = [0.9]", r"optimizer.betas must be 2 values, got \[0.9\]"),
+        ("[optimizer]\nbetas = [0.9]", r"optimizer.betas needs more values, got \[0.9\]"),
         ("[metrics]\nwandb = 1", "metrics.wandb must be true or false, got 1"),
         ("[training]\nsteps = '3'", "training.steps must be a whole number, got '3'"),
         ("lr = 1e-3", "unknown section lr .*config.toml.: did you mean optimizer.lr?"),
@@ -295,7 +294,7 @@ def test_batch_and_layout_that_do_not_divide_are_refused_with_the_numbers():
     ):
         training.microbatches(4)
     with pytest.raises(
-        UserError, match=r"divide the 1 sequence of each .*over 12 ranks\): choose 1"
+        UserError, match=r"divide the 1 sequence of each .*over 12 ranks\): choose a divisor of 1"
     ):
         training.microbatches(12)
     with pytest.raises(UserError, match="global_batch_size = 12 does not divide over 5"):

@@ -40,15 +40,15 @@ def test_options_stand_before_and_after_places():
 @pytest.mark.parametrize(
     "args,message",
     [
-        (("a",), "TARGET is missing"),
-        (("a", "b", "c"), "cannot read the argument 'c'"),
-        (("a", "b", "--tims", "3"), "unknown option --tims: did you mean --times?"),
-        (("a", "b", "--time", "3"), "unknown option --time: did you mean --times?"),
-        (("a", "b", "--times", "0"), "--times must be at least 1, got '0'"),
-        (("a", "b", "--times", "-3"), "--times must be at least 1, got '-3'"),
+        (("a",), "required: TARGET: write copy SOURCE TARGET [OPTION ...]"),
+        (("a", "b", "c"), "unrecognized arguments: c: see --help"),
+        (("a", "b", "--tims", "3"), "unrecognized arguments: --tims 3: did you mean --times?"),
+        (("a", "b", "--time", "3"), "unrecognized arguments: --time 3: did you mean --times?"),
+        (("a", "b", "--times", "0"), "--times must be at least 1, got 0"),
+        (("a", "b", "--times", "-3"), "--times must be at least 1, got -3"),
         (("a", "b", "--times", "1.5"), "--times must be a whole number"),
-        (("a", "b", "--times", "3", "4"), "cannot read the argument '4'"),
-        (("a", "b", "--times"), "--times needs a value: INT"),
+        (("a", "b", "--times", "3", "4"), "unrecognized arguments: 4: see --help"),
+        (("a", "b", "--times"), "argument --times: expected one argument: see --help"),
         (("a", "b", "--dry_run=maybe"), "dry-run"),
     ],
 )
@@ -71,9 +71,9 @@ def test_a_list_in_the_last_place_takes_what_is_left():
     def show(*args):
         return parse(Show, list(args), "show")
 
-    assert show("all", "a", "--large", "b") == Show("all", [Path("a"), Path("b")], large=True)
+    assert show("all", "--large", "a", "b") == Show("all", [Path("a"), Path("b")], large=True)
     assert show("all", "a", "--log", "none").log is None
-    with pytest.raises(UserError, match="RUNS is missing"):
+    with pytest.raises(UserError, match="required: RUNS: write show KIND runs/NAME"):
         show("all")
 
 
@@ -93,11 +93,11 @@ class Look:
 @pytest.mark.parametrize(
     "args,message",
     [
-        ("r --tasks=a b", "'b': see --help"),
-        ("r --top-size 3 b", "'b': see --help"),
-        ("r --out", "--out needs a value: PATH"),
-        ("r --top-siz 3", "unknown option --top-siz: did you mean --top-size?"),
-        ("r --Top_Size 3", "unknown option --Top-Size: did you mean --top-size?"),
+        ("r --tasks=a b", "arguments: b: see --help"),
+        ("r --top-size 3 b", "arguments: b: see --help"),
+        ("r --out", "--out: expected one argument: see --help"),
+        ("r --top-siz 3", "unrecognized arguments: --top-siz 3: did you mean --top-size?"),
+        ("r --Top_Size 3", "unrecognized arguments: --Top-Size 3: did you mean --top-size?"),
     ],
 )
 def test_what_was_meant(args, message):

@@ -60,7 +60,6 @@ def test_a_rank_that_is_ended_while_it_leaves_its_error_leaves_none(tmp_path, mo
         ("http://user: hello", "http://user: hello"),
         ("s3://bucket/run@2024, hf:gpt2@main", "s3://bucket/run@2024, hf:gpt2@main"),
         ("https://hf.co:443/a/b@main is a revision", "https://hf.co:443/a/b@main is a revision"),
-        ("abfs://logs@mine.dfs.core.windows.net/run", "abfs://logs@mine.dfs.core.windows.net/run"),
     ],
 )
 def test_an_error_has_no_password_and_no_query_of_an_address(capsys, text, told):

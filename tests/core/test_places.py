@@ -10,11 +10,10 @@ from torchmars.core.places import ObjectPath, local_place, place
 LOCAL = {
     name: name for name in ("runs/x", "a:b/c", "run-2024-01-01T10:00:00", "x@y", "~/x", "/x/s3:b")
 }
-STORED = {name: name for name in ("s3://b/x", "gs://b", "gcs://b_u.c-k/é", "az://c/x", "abfs://c")}
+STORED = {name: name for name in ("s3://b/x", "gs://b", "gs://b_u.c-k/é", "az://c/x")}
 STORED |= {"s3:/b/x": "s3://b/x", "s3://b//x/": "s3://b/x"}
-STORED |= {"abfs://c@acc.dfs.core.windows.net/x": "abfs://c@acc.dfs.core.windows.net/x"}
 # Stores' names that are spelled as nobody may, and other protocols of fsspec.
-MISSPELLED = (
+MISSPELLED = [
     *(
         "S3://b/x",
         "s3:b/x",
@@ -26,23 +25,26 @@ MISSPELLED = (
         "s3 ://b",
         "./s3://b/x",
     ),
-    *("s3:\\b\\x", "C:\\x", '"s3://b"', "s3a://b", "abfss://c@a.b/x", "az://c@a.core.net/x"),
-    *("s3://b/x?versionId=1", "s3://b/x#f", "s3://b/../x", "s3://b/.", "s3://../x", "s3://b/x*"),
     *(
+        "s3a://b",
+        "gcs://b",
+        "abfs://c@a.core.net/x",
+        "az://c@a.core.net/x",
+        "s3://b/x*",
+        "s3://b/x#f",
+    ),
+    *(
+        "s3://b/x?versionId=1",
         "s3://bü",
         "s3://b%20c",
         "s3://-b",
-        "s3://b/\n",
-        "s3://b/\udcff",
         "file://h/x",
         "file:x",
-        "file:///x",
+        "ftp://h/x",
     ),
-    *("http://169.254.169.254/x", "HTTPS://h/x", "hdfs://n/x", "jupyter://h/x", "reference://x"),
-    *("zip://x::s3://b/x.zip", "memory://x", "ftp://h/x", "github://o:r@main/x", "data:/x"),
-    *("s3://me:word@b", "s3://me@b/x", "s3://me:word", "s3:me:word@b", "s3:/me:word@b"),
-    *("abfs://me:word@a.b/x", "https://me:word@h/x"),
-)
+    *("http://169.254.169.254/x", "HTTPS://h/x", "hdfs://n/x", "zip://x::s3://b/x.zip", "data:/x"),
+    *("s3://me:word@b", "s3://me@b/x", "s3://me:word", "s3:me:word@b", "https://me:word@h/x"),
+]
 
 
 @pytest.mark.parametrize("name", MISSPELLED)
@@ -68,5 +70,3 @@ def test_a_pattern_may_hold_what_no_folder_may():
         assert str(place(name, pattern=True)) == name
         with pytest.raises(UserError, match="without special characters"):
             place(name)
-    with pytest.raises(UserError, match="without special characters"):
-        place("s3://b/../*", pattern=True)

@@ -11,7 +11,10 @@ def cell(rule, name):
     """Return a rule's default of a setting; those that follow from lr are `FROM_LR`."""
     if name not in rule.defaults:
         return "-"
-    return Option(name, None, rule.defaults[name]).shown_default() or FROM_LR[name]
+    return (
+        Option(name, None, rule.defaults[name]).text("It").partition("Default: ")[2][:-1]
+        or FROM_LR[name]
+    )
 
 
 def test_the_table_of_settings_is_what_the_rules_declare():

@@ -53,7 +53,7 @@ def check(ranks, model=SIZE, training=None, activations=None, **parallelism):
         (
             8,
             {"cp": 2, "tp": 4, "cp_method": "ulysses"},
-            "cp = 2 does not divide the 1 head of each rank: choose 1, or ",
+            "cp = 2 does not divide the 1 head of each rank: choose a divisor of 1, or ",
         ),
         (8, {"pp": 8}, "8 pipeline stages cannot share 4 blocks: lower parallelism.pp = 8$"),
         (4, {"pp": 4, "pp_schedule": "Interleaved1F1B"}, 'pp = 4, or choose .*"1F1B"'),

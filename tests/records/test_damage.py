@@ -88,7 +88,7 @@ def test_one_bad_run_is_a_row(tmp_path, call, monkeypatch):
     code, out, err = call("runs")
     rows = out.splitlines()[1:]
     assert (code, err) == (0, "") and "3/3" in rows[0] and "has no training.steps" in rows[2]
-    assert "damaged: cannot read runs/b/events.jsonl: Is a directory" in rows[1]
+    assert "damaged: cannot read runs/b/events.jsonl: Not a regular file" in rows[1]
 
 
 def test_numbers_that_are_unknown_or_extreme_are_drawn(tmp_path, call, monkeypatch):

@@ -87,15 +87,6 @@ def test_a_link_among_checkpoints_is_refused(tmp_path, name):
     assert (there / "lock").read_text() == MINE
 
 
-@pytest.mark.parametrize("content", ["my thesis", "\n"])
-def test_a_file_that_is_no_lock_is_not_emptied(tmp_path, content):
-    file = tmp_path / "shards.lock"
-    file.write_text(content)
-    with pytest.raises(UserError, match=f"{file} is no lock, and is left as it is: move it away"):
-        lock(file, "preparing shards")
-    assert file.read_text() == content
-
-
 @pytest.mark.parametrize("target", ["thesis", "nothing", "folder"])
 def test_a_lock_that_is_a_link_is_refused(tmp_path, target):
     (tmp_path / "thesis").touch()
@@ -110,8 +101,8 @@ def test_a_file_is_written_in_no_other_place_whoever_writes_it(tmp_path):
     (tmp_path / "thesis").write_text(MINE)
     for name in ("metrics.jsonl.partial", "events.jsonl"):
         (tmp_path / name).symlink_to("thesis")
-    with pytest.raises(OSError, match="metrics.jsonl.partial is a link"):
+    with pytest.raises(OSError, match="symbolic links"):
         write_durably(tmp_path / "metrics.jsonl", "{}")
-    with pytest.raises(OSError, match="events.jsonl is a link"):
+    with pytest.raises(OSError, match="symbolic links"):
         open(tmp_path / "events.jsonl", "a", opener=open_to_write)
     assert (tmp_path / "thesis").read_text() == MINE

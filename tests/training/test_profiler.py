@@ -108,4 +108,4 @@ def test_memory_that_does_not_suffice_is_one_line(tmp_path, monkeypatch, capsys)
     err = capsys.readouterr().err
     assert ended.value.code == 1 and err.count("\n") == 1
     assert "ran out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB.): lower" in err
-    assert not FALLOUT_MESSAGE.search(f"OutOfMemory: {err}")
+    assert not FALLOUT_MESSAGE.search(f"LoneMistake: {err}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from torchmars.checkpoint.folder import STEP, lies_in, step_of
 from torchmars.config.sections import RunConfig
-from torchmars.core.check import Name, Range
+from torchmars.core.check import Interval, Name
 from torchmars.core.errors import UserError
 from torchmars.core.formats import Format
 from torchmars.data.order import Shares
@@ -31,7 +31,7 @@ NEEDED = (
     ("training", "compile"),
     ("optimizer", "matrix_dtype"),
 )
-Number = Annotated[int, Range(0, 2**63 - 1)]
+Number = Annotated[int, Interval(0, 2**63 - 1)]
 
 
 class DamagedCheckpoint(UserError):
@@ -46,7 +46,7 @@ class CheckpointManifest:
     """Optimizer steps made."""
     position: Number
     """Samples of the global data order consumed."""
-    world_size: Annotated[int, Range(1, 2**31)]
+    world_size: Annotated[int, Interval(1, 2**31)]
     data_fingerprint: str
     """A hash of the training tokens."""
     vocab_size: VocabularySize
@@ -57,7 +57,7 @@ class CheckpointManifest:
     """The resolved config, a table per section."""
     validation_loss: float | None = None
     """The validation loss at this step, if it was measured."""
-    recent_losses: list[Annotated[float, Range(-1e38, 1e38)]] = field(default_factory=list)
+    recent_losses: list[Annotated[float, Interval(-1e38, 1e38)]] = field(default_factory=list)
     """The losses that the guard against loss spikes compares with."""
     shares: Shares = field(default_factory=Shares)
     """How samples are assigned to the parts of the mixture."""

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import AfterValidator, StringConstraints
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from torchmars.core.check import Range, adapter
+from torchmars.core.check import Interval, adapter
 
 LARGEST = 1 << 20  # characters of a document
 LONGEST = 1000  # characters of a text in it
@@ -28,14 +28,14 @@ def harmless(text: str, most: int = LONGEST) -> str:
 
 # What `read_document` believes of a stranger.
 Id = Annotated[str, StringConstraints(pattern="^[0-9a-f]{16}$")]
-Count = Annotated[int, Range(0, 2**53)]
-Last = Annotated[int, Range(-1, 2**53)]
+Count = Annotated[int, Interval(0, 2**53)]
+Last = Annotated[int, Interval(-1, 2**53)]
 Text = Annotated[str, AfterValidator(harmless)]
 Name = Annotated[str, AfterValidator(lambda name: harmless(name, 100))]
 Address = Annotated[str, StringConstraints(max_length=300, pattern=r"^[\w.:%-]+$")]
 Ask = Annotated[str, StringConstraints(pattern=f"^({'|'.join(ASKS)})$")]
 Signal = Annotated[str, StringConstraints(pattern="^[A-Z0-9]{1,20}$")]
-About = tuple[Name, Address, Annotated[int, Range(1, 65_535)]]
+About = tuple[Name, Address, Annotated[int, Interval(1, 65_535)]]
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Document:
     bounds: Text = ""  # the numbers of machines and ranks that were asked for, in words
     why: Text = ""  # the round before has ended
     closed: Text = ""  # how the run has ended
-    code: Annotated[int, Range(0, 255)] = 0  # with which it has
+    code: Annotated[int, Interval(0, 255)] = 0  # with which it has
     failed_in: Last = -1  # the last round in which ranks failed, the step by then,
     failed_at: Count = 0
     failures: Count = 0  # and how often they have since the run got further

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from torchmars.cluster.scheduler import PARTS, TASKS, VARIABLES, in_batch_job, number_of
 from torchmars.cluster.sizes import MinMax, read_bounds
-from torchmars.core.check import Range, make, whole_number
+from torchmars.core.check import Interval, make, read_word
 from torchmars.core.errors import UserError
 from torchmars.core.files import check_writable
 
@@ -20,17 +20,17 @@ from torchmars.core.files import check_writable
 class Environment:
     """The variables of run_train.sh, which docs/cluster.md describes, by their names."""
 
-    NGPU: Annotated[int, Range(1, 1_000)] | None = None
+    NGPU: Annotated[int, Interval(1, 1_000)] | None = None
     NNODES: MinMax = MinMax(1, 1)
-    NODE_RANK: Annotated[int, Range(0, 100_000)] | None = None
+    NODE_RANK: Annotated[int, Interval(0, 100_000)] | None = None
     RDZV_ENDPOINT: str | None = None
     RDZV_TOKEN: str | None = None
-    RDZV_TIMEOUT: Annotated[int, Range(1, 86_400)] | None = None
-    LOST_SECONDS: Annotated[int, Range(0, 86_400)] | None = None
-    JOIN_SECONDS: Annotated[int, Range(0, 86_400)] = 60
-    MAX_RESTARTS: Annotated[int, Range(0, 1_000_000)] = 0
-    LOG_RANK: list[Annotated[int, Range(0, 1_000)]] = field(default_factory=lambda: [0])
-    OMP_NUM_THREADS: Annotated[int, Range(1, 10_000)] | None = None
+    RDZV_TIMEOUT: Annotated[int, Interval(1, 86_400)] | None = None
+    LOST_SECONDS: Annotated[int, Interval(0, 86_400)] | None = None
+    JOIN_SECONDS: Annotated[int, Interval(0, 86_400)] = 60
+    MAX_RESTARTS: Annotated[int, Interval(0, 1_000_000)] = 0
+    LOG_RANK: list[Annotated[int, Interval(0, 1_000)]] = field(default_factory=lambda: [0])
+    OMP_NUM_THREADS: Annotated[int, Interval(1, 10_000)] | None = None
 
     def start_seconds(self, ranks: int) -> int:
         """Return for how long machines with `ranks` ranks each wait for each other at the start."""
@@ -107,8 +107,8 @@ def read_variable(name: str, value: str, source: str = "") -> Any:
     if name in ("RDZV_ENDPOINT", "RDZV_TOKEN"):  # of any bytes, and no error repeats a token
         return value
     hint = typing.get_type_hints(Environment, include_extras=True)[name]
-    numbers = [whole_number(each) for each in value.split(",")]
-    return make(hint, numbers if name == "LOG_RANK" else whole_number(value), name=source)
+    numbers = [read_word(each, int) for each in value.split(",")]
+    return make(hint, numbers if name == "LOG_RANK" else read_word(value, int), name=source)
 
 
 def split_endpoint(endpoint: str, source: str = "RDZV_ENDPOINT") -> tuple[str, int]:

@@ -34,7 +34,7 @@ FALLOUT_MESSAGE = re.compile(
     r"RuntimeError: rank \d+: ",  # an error that another rank has raised, see `Layout.on_all`
     re.IGNORECASE,
 )
-IN_A_LINE = ("LostRank: ", "OutOfMemory: ", "LoneMistake: ")  # errors that need no traceback
+IN_A_LINE = ("LostRank: ", "LoneMistake: ")  # errors that need no traceback
 
 
 class RankLogs(LogsSpecs):

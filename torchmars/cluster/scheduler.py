@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from torchmars.core.check import whole_number
+from torchmars.core.check import read_word
 
 # The variables of a job, instead of one of run_train.sh's that is not set.
 VARIABLES = {"NNODES": "SLURM_JOB_NUM_NODES", "NGPU": "SLURM_GPUS_ON_NODE"}
@@ -39,5 +39,5 @@ def task_of_step(variables: Mapping[str, str]) -> tuple[int, int]:
 
 def number_of(variables: Mapping[str, str], name: str, default: int) -> int:
     """Return the whole number that a variable has, or else the default."""
-    value = whole_number(variables.get(name, ""))
+    value = read_word(variables.get(name, ""), int)
     return value if isinstance(value, int) else default

@@ -23,7 +23,7 @@ from torchmars.comparison.study import Study
 from torchmars.comparison.tables import csv_text, lines, markdown, seeds_text
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command, require_config
-from torchmars.core.check import Place, Range, make, read_words
+from torchmars.core.check import Interval, Place, make, read_words
 from torchmars.core.cli import words
 from torchmars.core.console import labelled, next_commands, say
 from torchmars.core.errors import (
@@ -55,7 +55,7 @@ class TrialOptions:
     mars-m."""
     widen: bool = False
     """Where the best learning rate is the lowest or the highest, try up to four more beyond it."""
-    jobs: Annotated[int, Range(1, 1_000)] | None = None
+    jobs: Annotated[int, Interval(1, 1_000)] | None = None
     """Trials at a time on this machine, which share its GPUs and cores. Default: 1."""
     slurm: bool = False
     """Submit each trial as a SLURM job of one machine. SBATCH_PARTITION, SBATCH_GPUS_PER_NODE and
@@ -75,7 +75,7 @@ class Compare(TrialOptions):
     optimizers: str = "adamw,adamw-mars-betas,mars-adamw,muon,mars-m"
     """Who takes part: names of files in train_configs/optimizers, and TOML files of your own with
     an [optimizer] section."""
-    seeds: Annotated[int, Range(1, 1_000)] = 3
+    seeds: Annotated[int, Interval(1, 1_000)] = 3
     """Seeds, from run.seed on. Tuning has the first, the best settings get all of them."""
     weight_decay_grid: str | None = None
     """Weight decays to try with each learning rate."""

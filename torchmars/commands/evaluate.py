@@ -11,7 +11,7 @@ from torchmars.config import ParallelismConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
 from torchmars.core.check import Place
-from torchmars.core.cli import Positional, check_results_file, parse, words, write_results
+from torchmars.core.cli import Positional, parse, words, write_results
 from torchmars.core.errors import (
     LostRank,
     UserError,
@@ -64,7 +64,6 @@ def main() -> None:
         if options.tasks is None and not options.text:
             raise UserError("name what to measure: --tasks or --text")
         tasks = [] if options.tasks is None else words(options.tasks, "--tasks")
-        check_results_file(options.json)
     from torchmars.cluster import connection, process
 
     try:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from torchmars.config.fields import Amount, Count, Positive
 from torchmars.config.plugins import PluginOptions
-from torchmars.core.check import Range
+from torchmars.core.check import Interval
 from torchmars.core.cli import Positional, parse
 from torchmars.core.console import say, write
 from torchmars.core.errors import UserError, exit_on_user_error
@@ -43,9 +43,9 @@ class Generate(PluginOptions):
     """Divides the logits. 0 takes the likeliest token."""
     top_k: Positive | None = None
     """Sample from the k likeliest tokens only."""
-    top_p: Annotated[float, Range(0, 1, open_low=True)] | None = None
+    top_p: Annotated[float, Interval(gt=0, le=1)] | None = None
     """Sample only from the likeliest tokens, as few as have this probability together."""
-    seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
+    seed: Annotated[int, Interval(-(2**63), 2**63 - 1)] = 0
     """Seed of the sampling. With a file of prompts, the seed of the first one."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from torchmars.cluster.sizes import MinMax, read_bounds, sizes_of
 from torchmars.config.load import load_command
-from torchmars.core.check import Range
+from torchmars.core.check import Interval
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.records.gpus import GIB
@@ -23,13 +23,13 @@ class PlanOptions:
     world_size: str
     """Ranks to plan for. Always needed. MIN:MAX, as in 16:32: an elastic run, of whole machines.
     Prints the numbers that are usable, and plans the fewest, where memory is the tightest."""
-    gpus_per_node: Annotated[int, Range(0, 100_000)] = 8
+    gpus_per_node: Annotated[int, Interval(0, 100_000)] = 8
     """GPUs of each machine. 0: machines without GPUs; those of an elastic run have one rank
     each."""
     find: bool = False
     """Plan every layout that divides, and print the fastest that fit, with their options to
     paste."""
-    memory: Annotated[int, Range(1, 100_000)] = 80
+    memory: Annotated[int, Interval(1, 100_000)] = 80
     """With --find: memory of each GPU in GiB."""
 
 

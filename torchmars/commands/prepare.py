@@ -9,7 +9,7 @@ from typing import Annotated
 from torchmars.cluster import scheduler
 from torchmars.config import DataConfig, ResolvedData
 from torchmars.config.load import load_command, require_config
-from torchmars.core.check import Range
+from torchmars.core.check import Interval
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.words import counted
@@ -28,13 +28,13 @@ class Prepare:
     --path, --validation_fraction and --processes are short for --data.source and so on.
     """
 
-    ranks: Annotated[int, Range(1, 100_000)] = 1
+    ranks: Annotated[int, Interval(1, 100_000)] = 1
     """Ranks that the batch must divide over."""
-    nodes: Annotated[int, Range(1, 100_000)] = 1
+    nodes: Annotated[int, Interval(1, 100_000)] = 1
     """Machines that the ranks run on."""
-    task: Annotated[int, Range(0, 100_000)] | None = None
+    task: Annotated[int, Interval(0, 100_000)] | None = None
     """Number of this task, from 0, of several that tokenise the corpus side by side."""
-    tasks: Annotated[int, Range(1, 100_000)] | None = None
+    tasks: Annotated[int, Interval(1, 100_000)] | None = None
     """How many tasks there are. With --source, the default of both is what SLURM says of the array
     or step that this is a task of."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmars.checkpoint.folder import other_run
-from torchmars.core.cli import Positional, check_results_file, parse, write_results
+from torchmars.core.cli import Positional, parse, write_results
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.places import local_place
@@ -37,7 +37,6 @@ def main() -> None:
     """Print the runs in the folder that the command line names."""
     with exit_on_user_error():
         options = parse(Runs, sys.argv[1:], "torchmars runs")
-        check_results_file(options.json)
         folder = local_place(options.folder, "the folder of runs")
         if not folder.is_dir():
             remedy = other_run(folder, "name a folder of runs")

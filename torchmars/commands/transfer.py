@@ -8,7 +8,7 @@ from typing import Annotated
 from torchmars.commands.compare import TrialOptions, check_options, make_grid, run_study
 from torchmars.config.fields import Positive
 from torchmars.config.load import load_command, require_config
-from torchmars.core.check import Place, Range, read_words
+from torchmars.core.check import Interval, Place, make, read_words
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_STOPPED, Ended, UserError, exit_on_user_error
 
@@ -34,7 +34,7 @@ class CheckTransfer(TrialOptions):
     check: bool = False
     """Train nothing: only look, in seconds, whether what models compute stays of one size after
     four steps at optimizer.lr. Exit code 1 where it does not."""
-    seeds: Annotated[int, Range(1, 1_000)] = 1
+    seeds: Annotated[int, Interval(1, 1_000)] = 1
     """Seeds, from run.seed on. The first has the whole grid, the others the best rate of each size
     and its two neighbours."""
     without: bool = False
@@ -74,4 +74,5 @@ def main() -> None:
 
 def read_sizes(text: str | None, option: str) -> list[int]:
     """Return the numbers of an option, in order; none if it is not given. Raises `UserError`."""
-    return [] if text is None else sorted({*read_words([text], list[Positive], option)})
+    numbers = [] if text is None else read_words([text], list[int], option)
+    return sorted({*make(list[Positive], numbers, name=option)})

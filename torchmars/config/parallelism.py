@@ -5,7 +5,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from torchmars.config.fields import Positive, require
 from torchmars.core.check import Interval
-from torchmars.core.words import counted, divisor_of
+from torchmars.core.words import counted
 
 PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B"]
 Accumulation = Literal["sharded", "reduced", "whole"]
@@ -128,6 +128,6 @@ class ParallelismConfig:
         require(
             inner % self.ep == 0,
             f"parallelism.ep = {self.ep} does not divide the {counted(inner, 'rank')} of "
-            f"parallelism.dp_shard * cp * tp: choose {divisor_of(inner)}",
+            f"parallelism.dp_shard * cp * tp: choose a divisor of {inner}",
         )
         return Degrees(self.pp, self.dp_replicate, shard, self.cp, self.tp, self.ep)

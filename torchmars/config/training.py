@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from torchmars.config.fields import Amount, Clip, Mark, Part, Positive, require
 from torchmars.core.check import Interval
-from torchmars.core.words import counted, divisor_of
+from torchmars.core.words import counted
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class TrainingConfig:
             f"training.microbatch_size = {size} does not divide the "
             f"{counted(per_rank, 'sequence')} of each rank (training.global_batch_size = "
             f"{self.global_batch_size} over {counted(data_ranks, 'rank')}): choose "
-            + divisor_of(per_rank),
+            + f"a divisor of {per_rank}",
         )
         require(
             per_rank // size >= stages,

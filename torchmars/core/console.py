@@ -8,20 +8,15 @@ import contextlib
 import logging
 import os
 import re
-import select
 import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-# Characters that steer a terminal instead of being shown: control characters except the end of a
-# line and tabs, the separators of lines and paragraphs, those that change a text's direction, and
-# halves of pairs of UTF-16, which stand for bytes of names that are no UTF-8.
-STEERING = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-    r"|\r(?!\n)"
-)
+# Characters that steer a terminal instead of being shown, such as those of a model that has not
+# learnt much, and halves of pairs of UTF-16, which stand for bytes of names that are no UTF-8.
+STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -61,25 +56,6 @@ def write(text: str, stream: TextIO | None = None) -> None:
         write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding), stream)
     except OSError:
         _discard(stream)
-
-
-def finish() -> None:
-    """Flush stdout, or drop its buffer if nobody reads it any more."""
-    try:
-        if sys.stdout:
-            sys.stdout.flush()
-    except OSError:
-        _discard(sys.stdout)
-
-
-def unread() -> bool:
-    """Return whether the reader of stdout has gone, as `head` goes when it has seen enough."""
-    try:
-        poll = select.poll()
-        poll.register(sys.stdout, 0)
-        return any(event & select.POLLERR for _, event in poll.poll(0))
-    except OSError:  # no stream of the system
-        return False
 
 
 def _discard(stream: TextIO) -> None:

@@ -5,8 +5,8 @@ AMD's GPUs have the same type as NVIDIA's. Streams, events, memory and random nu
 """
 
 import contextlib
-import ctypes
 import os
+import subprocess
 
 import torch
 from torch import Tensor
@@ -53,19 +53,13 @@ def gpu_name(number: int) -> str:
 def gpu_memory() -> int | None:
     """Return the bytes of memory of this machine's largest GPU, leaving the GPUs alone.
 
-    None where runs use the CPU, or where the maker's library does not tell.
+    None where runs use the CPU, or where the maker's program does not tell.
     """
-    sizes = []
-    with contextlib.suppress(OSError, AttributeError):  # no such library, or one without these
-        if gpu_count() and (library := ctypes.CDLL("libnvidia-ml.so.1")).nvmlInit_v2() == 0:
-            gpu, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
-            number = 0
-            while library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(gpu)) == 0:
-                if library.nvmlDeviceGetMemoryInfo(gpu, memory) == 0:
-                    sizes.append(memory[0])
-                number += 1
-            library.nvmlShutdown()
-    return max(sizes, default=None)
+    ask = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        told = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60).stdout
+        return max(int(size) * 2**20 for size in told.split()) if gpu_count() else None
+    return None
 
 
 def describe_machine() -> str:

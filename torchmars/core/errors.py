@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchmars.begin import install_command
-from torchmars.core.console import finish, say, unread
+from torchmars.core.console import say
 
 EXIT_MISTAKE = 2
 EXIT_UNCONNECTED = 69  # EX_UNAVAILABLE of sysexits.h: not connected in time; start it again
@@ -19,15 +19,12 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped from outside and saved; start it again
 EXIT_REGROUP = 76  # of ranks that end to start again with other machines: only launchers see it
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
+# USER:PASSWORD@ of an address; the number of a port is no password.
+PASSWORD = re.compile(r"(?:(?<=//)|(?<=s3:)|(?<=gs:)|(?<=az:))[^\s/@:]*:(?!\d{1,5}/)[^\s@]*@")
 LONGEST = 1000  # characters of an error line
 # The environment variable with the file in which a rank leaves its exit code for its launcher.
 EXIT_CODE_FILE = "TORCHMARS_EXIT_CODE_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # that in which torchrun expects a rank's error
-
-# Of an address what may be credentials: USER:PASSWORD@, where the number of a port is none, and a
-# query.
-PASSWORD = re.compile(r"(?:(?<=//)|(?<=s3:)|(?<=gs:)|(?<=az:))[^\s/@:]*:(?!\d{1,5}/)[^\s@]*@")
-QUERY = re.compile(r"(://[^\s?]*)\?[^\s'\")]+")
 
 
 class UserError(Exception):
@@ -42,7 +39,7 @@ class UserError(Exception):
 
 
 class Unreachable(UserError):
-    """A store across the network does not answer, or refuses. It may do so later."""
+    """A store or another machine does not answer. It may do so later, and the command be right."""
 
 
 def missing_package(package: str, purpose: str, extra: str = "data") -> UserError:
@@ -73,12 +70,8 @@ class LostRank(Exception):
     """Another rank is gone, or never came: its own error matters, and this says where to look."""
 
 
-class OutOfMemory(Exception):
-    """A rank needs more memory than its GPU has. The message is one line with the remedy."""
-
-
 class LoneMistake(Exception):
-    """A mistake that this rank alone has found, while the others wait for it. One line."""
+    """What this rank alone has found, while the others wait for it. One line with the remedy."""
 
 
 class Ended(SystemExit):
@@ -90,7 +83,7 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
     """End the process with code 2 and one line on stderr when the body raises `UserError`.
 
     `quiet` ends it without the line: for every rank but the first, which prints it for all. Ctrl-C
-    ends it with 130. A reader of stdout that has seen enough (`--help | head`) is no error.
+    ends it with 130.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as torchmars/begin.py has made it
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -103,48 +96,28 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
         raise Ended(code) from None
     except KeyboardInterrupt:
         raise Ended(EXIT_INTERRUPTED) from None
-    except BrokenPipeError:
-        if not unread():
-            raise
-        raise Ended(0) from None
-    finally:
-        finish()
 
 
 def without_credentials(text: str) -> str:
     """Return a text whose addresses have no USER:PASSWORD@ and no query."""
-    return QUERY.sub(r"\1?...", PASSWORD.sub("...@", text))
+    text = re.sub(r"(://[^\s?]*\?)[^\s'\")]+", r"\1...", text)
+    return PASSWORD.sub("...@", text)
 
 
 def say_error(error: object) -> None:
     """Print one line on stderr. The middle of a very long one is left out, and credentials are."""
     text = without_credentials(" ".join(str(error).split()))
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
     say(f"error: {text}", error=True)
 
 
-def report_failure(error: Exception) -> None:
-    """Print one line on stderr, and leave it in a file for this rank's launcher.
+def report_failure(error: BaseException, crash: bool = False) -> None:
+    """Print an error of this rank on stderr, in one line or, of a `crash`, with its traceback.
 
-    The launcher prints the first failure last.
-    """
-    leave_for_launcher(error)
-    say_error(error)
-
-
-def report_crash(error: BaseException) -> None:
-    """Report an error that is being handled, as `report_failure` does, with its traceback."""
-    leave_for_launcher(error)
-    sys.excepthook(type(error), error, error.__traceback__)
-
-
-def leave_for_launcher(error: BaseException) -> None:
-    """Leave the error in the file that torchrun has named, if there is one, whole or not at all.
-
-    A launcher that has seen another rank die ends this one at any moment, and torchrun fails on the
-    half of a file.
+    Leave it in the file that torchrun has named, if there is one, whole or not at all: a launcher
+    that has seen another rank die ends this one at any moment, and torchrun fails on the half of a
+    file. The launcher prints the first failure last.
     """
     if file := os.environ.get(ERROR_FILE):
         from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -152,6 +125,10 @@ def leave_for_launcher(error: BaseException) -> None:
         os.environ[ERROR_FILE] = partial = f"{file}.partial"
         ErrorHandler().record_exception(error)
         os.replace(partial, file)
+    if crash:
+        sys.excepthook(type(error), error, error.__traceback__)
+    else:
+        say_error(error)
 
 
 def end_at_once(code: int) -> NoReturn:
@@ -167,10 +144,10 @@ def leave_exit_code(code: int) -> int:
 
     Returns the code with which the process must then end.
     """
-    if EXIT_CODE_FILE not in os.environ:
-        return code
-    try:
-        Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))
-    except OSError:  # a launcher that is gone may have taken the folder along
-        return code
-    return 0
+    if file := os.environ.get(EXIT_CODE_FILE):
+        with contextlib.suppress(
+            OSError
+        ):  # a launcher that is gone may have taken the folder along
+            Path(file).write_text(str(code))
+            return 0
+    return code

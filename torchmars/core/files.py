@@ -34,28 +34,20 @@ def path_problem(path: PurePath | str, kind: Literal["file", "folder"]) -> str:
     except (OSError, ValueError) as error:  # ValueError: characters that no path can have
         return getattr(error, "strerror", "") or str(error)
     if kind == "folder":
-        return "" if stat.S_ISDIR(mode) else os.strerror(errno.ENOTDIR)
-    if stat.S_ISDIR(mode):
-        return os.strerror(errno.EISDIR)
+        return "" if stat.S_ISDIR(mode) else "Not a directory"
     return "" if stat.S_ISREG(mode) else "Not a regular file"
 
 
 def check_writable(folder: Path, option: str = "run.folder") -> None:
     """Raise `UserError` if nothing can be written in a folder that `option` decides on.
 
-    It need not exist: then it is tried where it would be made. Nothing is left behind.
+    It need not exist: then the folder counts where it would be made.
     """
     there = folder
     while not os.path.lexists(there):
         there = there.parent
-    try:
-        if not (wrong := path_problem(folder, "folder")):
-            name = there / f".{os.urandom(8).hex()}{PARTIAL}"
-            os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-            return name.unlink()
-    except OSError as error:
-        wrong = error.strerror or str(error)
-    raise UserError(f"cannot write to {folder}: {wrong}: set {option} to a folder you can write")
+    if not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
+        raise UserError(f"cannot write to {folder}: set {option} to a folder you can write")
 
 
 def open_file(path: PurePath) -> io.BufferedReader:
@@ -86,13 +78,10 @@ def read_text(path: Path) -> str:
 
 
 def open_to_write(path: str | PurePath, flags: int) -> int:
-    """Return the descriptor of a file, which is made if there is none, to write to it.
+    """Return the descriptor of a file to write to, made if there is none. An `opener` of `open`.
 
-    It is an `opener` of `open` too. Raises `OSError` for a link, which may lead to a file of
-    somebody else, and does not wait for the other end of a FIFO.
+    Raises `OSError` for a link, which may lead to a file of somebody else.
     """
-    if os.path.islink(path):
-        raise OSError(errno.ELOOP, f"{PurePath(path).name} is a link", str(path))
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
@@ -142,18 +131,6 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def read_chunks(file: Path, begin: int, end: int, size: int = 2**22) -> Iterator[bytes]:
-    """Yield bytes [begin, end) of a file in chunks of `size` bytes, or as many as there are.
-
-    Raises `OSError`.
-    """
-    with open_file(file) as stream:
-        stream.seek(begin)
-        while begin < end and (chunk := stream.read(min(size, end - begin))):
-            yield chunk
-            begin += len(chunk)
-
-
 def remove(path: Path) -> None:
     """Delete a file, a folder with its contents, or a link; never the target of a link."""
     if path.is_dir() and not path.is_symlink():
@@ -184,30 +161,23 @@ def lock(file: Path, doing: str, patience: float | None = None, over: bool = Fal
     though its machine stands still and keeps the lock, a file that this process has locked takes
     the place of its own. The file names the process that has the lock.
     """
-    foreign = UserError(f"{file} is no lock, and is left as it is: move it away")
     if os.path.islink(file) or os.path.exists(file) and not os.path.isfile(file):
-        raise foreign
+        raise UserError(f"{file} is no lock, and is left as it is: move it away")
     # The folder may not be writable, which is reported later; the file system may have no locks.
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        patience = PATIENCE if patience is None else patience
-        deadline, waits = time.monotonic() + patience, False
+        deadline = time.monotonic() + (PATIENCE if patience is None else patience)
         while True:
             descriptor = open_to_write(file, os.O_RDWR)
             owner = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown which"
-            if not owner.startswith(("process ", "unknown which")):
-                os.close(descriptor)
-                raise foreign
-            if _take(descriptor):
-                if os.fstat(descriptor).st_nlink:
-                    return descriptor
-                os.close(descriptor)  # another one is in its place by now
-                continue
+            taken = _take(descriptor)
+            if taken and os.fstat(descriptor).st_nlink:  # else another one is in its place by now
+                return descriptor
             os.close(descriptor)
+            if taken:
+                continue
             if over:
-                say(
-                    f"warning: {owner} is over, and this process continues with {doing}", error=True
-                )
+                say(f"warning: {owner} is over: this process continues with {doing}", error=True)
                 new = file.with_name(f"{file.name}-{os.urandom(4).hex()}")
                 _take(descriptor := open_to_write(new, os.O_RDWR))
                 new.rename(file)
@@ -217,10 +187,7 @@ def lock(file: Path, doing: str, patience: float | None = None, over: bool = Fal
                     f"another process is {doing}: stop it first ({owner}), or remove {file} if its "
                     "machine is gone"
                 )
-            if not waits:
-                say(f"waiting for another process that is {doing} ({owner})")
-                waits = True
-            time.sleep(min(0.5, patience))
+            time.sleep(0.1)
     return None
 
 
@@ -279,13 +246,11 @@ def own_cores(system: Path = Path("/")) -> int:
     least = float(len(os.sched_getaffinity(0)))
     with contextlib.suppress(OSError, ValueError):  # a system that does not tell
         for line in (system / "proc/self/cgroup").read_text().splitlines():
+            # Version 2 names no controllers. A container may see its group at the root.
             _, controllers, path = line.split(":", 2)
-            # Version 2 names none. By version 1, time has groups of its own. A container may see
-            # its group at the root, and under none of its names.
-            if not controllers or "cpu" in controllers.split(","):
-                group = PurePath(controllers) / path.lstrip("/")
-                for each in (group, *group.parents):
-                    least = min(least, quota_of(system / "sys/fs/cgroup" / each))
+            group = PurePath(controllers) / path.lstrip("/")
+            for each in (group, *group.parents):
+                least = min(least, quota_of(system / "sys/fs/cgroup" / each))
     return max(1, int(least))
 
 

@@ -5,22 +5,14 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from torchmars.core.errors import UserError
 
-# The protocols of stores, each with the extra of this package that it needs, and that's package.
-STORES = {
-    "s3": ("s3", "s3fs"),
-    "gs": ("gs", "gcsfs"),
-    "gcs": ("gs", "gcsfs"),
-    "az": ("az", "adlfs"),
-    "abfs": ("az", "adlfs"),
-}
+# The protocols of stores, which are also this package's extras, each with what the extra installs.
+STORES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 PROTOCOLS = "|".join(STORES)
 # What is no path, though one could be called so: else a folder `S3:` would be made on a disk.
-ADDRESS = re.compile(rf".*://|\s*(?:[a-z][\w+.-]*:[/\\]|(?:{PROTOCOLS}|file):)", re.I | re.S)
+ADDRESS = re.compile(rf".*://|[a-z][\w+.-]*:/|({PROTOCOLS}|file):", re.I | re.S)
 # The name of an object, or of a folder of them. `Path` makes one slash of two.
-BUCKET = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-NAME = re.compile(rf"(?:(?:{PROTOCOLS})://?{BUCKET}|abfs://?{BUCKET}@{BUCKET})(/.*)?", re.S)
-ODD = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]|/\.{1,2}(?=/|$)")  # in URLs and for clients
-WILD = re.compile(rf"[*?#\[\]]|{ODD.pattern}")
+NAME = re.compile(rf"({PROTOCOLS})://?[A-Za-z0-9][A-Za-z0-9._-]*(/.*)?", re.S)
+WILD = re.compile(r"[*?#\[\]]")
 
 
 class ObjectPath(PurePosixPath):
@@ -40,11 +32,10 @@ def place_problem(name: str | PurePath, stores: bool = True, pattern: bool = Fal
         return ""
     if not stores:
         return "must be a path of this machine's disks, not the name of a store or an address"
-    found, others = NAME.fullmatch(text), ", ".join(f"{each}://" for each in [*STORES][1:])
-    if not found or (ODD if pattern else WILD).search(found[1] or ""):
+    if not NAME.fullmatch(text) or WILD.search(text) and not pattern:
         return (
-            f"must be a path, or the name of a store as s3://BUCKET/FOLDER, or {others} instead of "
-            "s3://, without special characters and credentials"
+            "must be a path, or the name of a store as s3://BUCKET/FOLDER, or gs:// or az:// "
+            "instead of s3://, without special characters and credentials"
         )
     return ""
 

@@ -1,7 +1,6 @@
 """Counts, numbers, times and tables in the words of messages."""
 
 import math
-import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -11,11 +10,6 @@ from torchmars.core.console import harmless
 def counted(number: int, thing: str, things: str = "") -> str:
     """Return a number and what it counts: 1 `thing`, else `things`, by default with an s."""
     return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
-
-
-def divisor_of(number: int) -> str:
-    """Return what may be chosen where `number` must be divided."""
-    return f"a divisor of {number}" if number > 1 else "1"
 
 
 def number_or_dash(value: float | None, pattern: str = ".4f") -> str:
@@ -44,22 +38,15 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def cells(text: str) -> int:
-    """Return how many places of a terminal a text takes: letters of East Asia take two."""
-    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
-    return len(text) + wide - sum(bool(unicodedata.combining(letter)) for letter in text)
-
-
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Return rows of equally many cells as lines with aligned columns.
 
     The columns numbered in `right` are aligned to the right. The first row has the headings.
     """
-    shown = [[harmless(cell).replace("\n", "\\n").expandtabs() for cell in row] for row in rows]
-    widths = [max(map(cells, column)) for column in zip(*shown, strict=True)]
-
-    def padded(number: int, cell: str) -> str:
-        blanks = " " * (widths[number] - cells(cell))
-        return blanks + cell if number in right else cell + blanks
-
-    return ["  ".join(padded(*each) for each in enumerate(row)).rstrip() for row in shown]
+    shown = [[harmless(cell).replace("\n", "\\n") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    sides = [">" if number in right else "<" for number in range(len(widths))]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)).rstrip()
+        for row in shown
+    ]

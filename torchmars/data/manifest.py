@@ -20,7 +20,7 @@ import numpy as np
 
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
-from torchmars.core.files import read_chunks, write_durably
+from torchmars.core.files import write_durably
 from torchmars.core.formats import Format
 from torchmars.data.tokenizer import TokenDtype, Tokenizer, VocabularySize, load_tokenizer
 
@@ -219,10 +219,10 @@ def read_shard(shard: Shard, dtype: TokenDtype, folder: Path, ends: int = -1) ->
     Raises `OSError`.
     """
     digest, found, kind = hashlib.sha256(), Split(shard.tokens), numpy_dtype(dtype)
-    end = shard.offset + shard.tokens * kind.itemsize
-    for chunk in read_chunks(folder / shard.file, shard.offset, end):
-        digest.update(chunk)
-        tokens = np.frombuffer(chunk, kind, len(chunk) // kind.itemsize)
+    for begin in range(0, shard.tokens, 2**21):
+        at, size = shard.offset + begin * kind.itemsize, min(2**21, shard.tokens - begin)
+        tokens = np.fromfile(folder / shard.file, kind, size, offset=at)
+        digest.update(tokens.data)
         found.max_token = max(found.max_token, int(tokens.max(initial=0)))
         found.documents += int(np.count_nonzero(tokens == ends))
     found.shards = [replace(shard, sha256=digest.hexdigest())]

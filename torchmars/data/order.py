@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 
 import numpy as np
 
-from torchmars.core.check import Range
+from torchmars.core.check import Interval
 
 Place = tuple[int, int]  # a part of a mixture, and one of its windows
 AT_ONCE = 1024  # samples whose places are found by one call, or those of a step if they are more
@@ -31,11 +31,11 @@ class Shares:
     as the decimal fractions that they are written as.
     """
 
-    weights: list[Annotated[float, Range(0, 1e9)]] = field(default_factory=lambda: [1.0])
+    weights: list[Annotated[float, Interval(0, 1e9)]] = field(default_factory=lambda: [1.0])
     """Of each part. At least one is above 0."""
-    start: Annotated[int, Range(0, 2**63 - 1)] = 0
+    start: Annotated[int, Interval(0, 2**63 - 1)] = 0
     """The first sample that these weights deal."""
-    before: list[Annotated[int, Range(0, 2**63 - 1)]] = field(default_factory=lambda: [0])
+    before: list[Annotated[int, Interval(0, 2**63 - 1)]] = field(default_factory=lambda: [0])
     """The samples of each part before that one."""
 
     def parts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import numpy as np
 
-from torchmars.core.check import Range, is_text, meant, parse_json
+from torchmars.core.check import Interval, is_text, meant, parse_json
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import read_bytes, read_text, write_durably
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-VocabularySize = Annotated[int, Range(1, 10_000_000)]
+VocabularySize = Annotated[int, Interval(1, 10_000_000)]
 TokenDtype = Literal["uint16", "uint32"]
 # Tokens that end a document in tokenizers that name none, likeliest first.
 ENDS_OF_TEXT = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchmars.config.fields import Amount, Positive
-from torchmars.core.check import Range
+from torchmars.core.check import Interval
 from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import Tokenizer
 from torchmars.models.cache import Cache
@@ -29,7 +29,7 @@ class Draw:
     """Divides the logits. 0 takes the likeliest token."""
     top_k: Positive | None = None
     """Only the k likeliest tokens are drawn."""
-    top_p: Annotated[float, Range(0, 1, open_low=True)] | None = None
+    top_p: Annotated[float, Interval(gt=0, le=1)] | None = None
     """Only the likeliest tokens are drawn, as few as have this probability together (Holtzman et
     al. 2020, arXiv 1904.09751, section 3.1)."""
     seed: int = 0

@@ -3,7 +3,7 @@
 from torchmars.config import Config, Degrees
 from torchmars.config.fields import require
 from torchmars.config.ranks import compile_problem
-from torchmars.core.words import counted, divisor_of
+from torchmars.core.words import counted
 from torchmars.models import Model
 from torchmars.parallel.cuts import blocks_of_stages, cut_sizes, sequence_unit
 
@@ -32,7 +32,7 @@ def check_cuts(degrees: Degrees, model: Model) -> None:
         require(
             size % degrees.tp == 0,
             f"parallelism.tp = {degrees.tp} does not divide the {size} {what}: choose "
-            + divisor_of(size),
+            + f"a divisor of {size}",
         )
 
 
@@ -41,7 +41,7 @@ def check_experts(degrees: Degrees, model: Model) -> None:
     require(
         degrees.ep == 1 or (model.experts > 0 and model.experts % degrees.ep == 0),
         f"parallelism.ep = {degrees.ep} does not divide the {model.experts} experts of each block: "
-        f"choose {divisor_of(model.experts)}",
+        f"choose a divisor of {model.experts}",
     )
     for name, mixture in model.routed().items():
         for parameter in mixture.experts.parameters():
@@ -66,7 +66,7 @@ def check_sequences(config: Config, degrees: Degrees, model: Model) -> None:
         require(
             config.parallelism.cp_method != "ulysses" or heads // tp % cp == 0,
             f"parallelism.cp = {cp} does not divide the {counted(heads // tp, 'head')} of each "
-            f'rank: choose {divisor_of(heads // tp)}, or parallelism.cp_method = "all-gather"',
+            f'rank: choose a divisor of {heads // tp}, or parallelism.cp_method = "all-gather"',
         )
 
 
@@ -101,7 +101,7 @@ def check_memory(config: Config, degrees: Degrees) -> None:
             shards % size == 0,
             f"parallelism.reshard_after_forward = {size} does not divide the "
             f"{counted(shards, 'rank')} that "
-            f'weights are sharded over: choose {divisor_of(shards)}, or "always"',
+            f'weights are sharded over: choose a divisor of {shards}, or "always"',
         )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torchmars.checkpoint.folder import checkpoints, folder_of, other_run, step_of
 from torchmars.config.load import Tables, read_toml
-from torchmars.core.check import as_path
+from torchmars.core.check import make
 from torchmars.core.console import say
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
@@ -144,7 +144,7 @@ def read_run(folder: str | Path) -> Run:
     Raises:
         UserError: where it is no run's folder, or its files are damaged.
     """
-    folder = local_place(as_path(folder, "folder"), "the folder of a run")
+    folder = local_place(make(Path, folder, name="folder"), "the folder of a run")
     file = folder / CONFIG_FILE
     if not file.is_file():
         lacks = f"it has no {CONFIG_FILE}" if folder.exists() else "it does not exist"

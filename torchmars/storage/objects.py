@@ -48,7 +48,6 @@ def connect(root: str, pid: int) -> Any:
     the epoll that both share. Raises `UserError`.
     """
     protocol = root.partition(":")[0]
-    extra, package = STORES[protocol]
     try:
         from fsspec.core import url_to_fs
 
@@ -58,7 +57,7 @@ def connect(root: str, pid: int) -> Any:
             core.add_retryable_error(core.botocore.exceptions.FlexibleChecksumError)
         return url_to_fs(root, skip_instance_cache=True, use_listings_cache=False)[0]
     except ImportError:
-        raise missing_package(package, f"{protocol}://", extra) from None
+        raise missing_package(STORES[protocol], f"{protocol}://", protocol) from None
     except Exception as error:  # whatever its client makes of its variables and files
         raise UserError(
             f"{protocol}:// cannot be used ({reason(error)}): set what its own tools need"
