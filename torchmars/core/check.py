@@ -170,7 +170,7 @@ def explained(error: ValueError, value: Any, where: Where, name: str) -> UserErr
         said = said.replace(theirs, ours)
     said = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", said)
     if of_pair:
-        said = f"needs more values, got {got!r:.200}"
+        said = f"must be {1 + max(each['loc'][-1] for each in alike)} values, got {got!r:.200}"
     elif kind not in ("missing", "value_error", "unexpected_keyword_argument"):
         said = f"{said}, got {got!r:.200}"
     source = where if isinstance(where, str) else where(setting)
