@@ -12,7 +12,7 @@
 #   sbatch --nodes=4 --gpus-per-node=8 run_train.sh [--section.key value ...]
 #   NNODES=2:4 sbatch --no-kill --nodes=4 --gpus-per-node=8 run_train.sh [--section.key value ...]
 #   CONFIG_FILE    the config, or several, of which the later ones win: "gpt2_small.toml my.toml";
-#                  files, files of train_configs, or presets (default: quickstart.toml)
+#                  files, files of train_configs, or presets (default: those given, or quickstart)
 #   NGPU           ranks to start on each machine (default: one for each GPU; 2 without GPUs)
 #   LOG_RANK       ranks of each machine whose output is shown, separated by commas (default: 0)
 #   MAX_RESTARTS   restarts of all ranks without progress, after one has died (default: 0)
