@@ -58,6 +58,10 @@ def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, c
             code = ended.code
         return code, *capsys.readouterr()
 
+    for folder in (checkpoint / "hf", tmp_path / "link" / "weights"):
+        code, _, err = command(run, folder)
+        assert code == 2 and "would damage the checkpoint that it is in: name a new" in err
+        assert not folder.exists()
     code, out, _ = command(run, tmp_path / "weights", "--to", "safetensors")
     assert code == 0 and "36,000 weights" in out and f"of {checkpoint}, step 2\n" in out
     file = tmp_path / "weights" / "model.safetensors"
@@ -67,7 +71,7 @@ def test_export_never_harms_a_checkpoint_nor_replaces_a_file_unasked(tmp_path, c
     assert code == 0 and (again / file.name).read_bytes() == file.read_bytes()
     (tmp_path / "mine").mkdir()
     code, _, err = command(run, tmp_path / "mine")
-    assert code == 2 and "mine exists: name another folder" in err
+    assert code == 2 and "mine: it exists: name a new folder" in err
     assert not list((tmp_path / "mine").iterdir())
 
 

@@ -63,7 +63,7 @@ def main() -> None:
 
 def check_target(target: Path) -> None:
     """Raise `UserError` if `target` must not be written."""
-    if wrong := path_problem(target, "folder"):
+    wrong = path_problem(target, "folder") or "it exists" * target.exists()
+    if wrong or any((each / ".metadata").exists() for each in target.resolve().parents):
+        wrong = wrong or "it would damage the checkpoint that it is in"
         raise UserError(f"cannot write {target}: {wrong}: name a new folder")
-    if target.exists():
-        raise UserError(f"{target} exists: name another folder")
