@@ -323,6 +323,10 @@ CONFIGS = {
     "yarn": (scaled(YARN), SCALED),
     "yarn of no length": (scaled(YARN | {ORIGINAL: None}), LLAMAS, "original_.*: None"),
     "yarn of no factor": (scaled(YARN | {"factor": None}), SCALED),
+    "linear, with scales of yarn": (
+        scaled({"rope_type": "linear", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
+        LLAMAS,
+    ),
     "yarn, both scales": (
         scaled(YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 2.0}),
         SCALED,
