@@ -135,11 +135,5 @@ def meet(environment: Environment, sizes: UsableSizes, run_id: str) -> Machines:
 
 def record_failure(folder: Path, step: int, failure: Failure) -> None:
     """Add the failure of a rank, after `step`, to the events of the run in `folder`."""
-    EventLog(folder).add(
-        "failed",
-        step,
-        rank=failure.rank,
-        machine=process.node(),
-        code=failure.code,
-        message=failure.message,
-    )
+    facts = {name: getattr(failure, name) for name in ("rank", "code", "message")}
+    EventLog(folder).add("failed", step, machine=process.node(), **facts)

@@ -42,10 +42,12 @@ def main() -> None:
 
         files = files_of(options)
         content: Any
-        if compared := comparison_among(options.runs):
-            found = read_comparison(compared)
+        compared = [each for each in options.runs if (each / RESULTS_FILE).is_file()]
+        if compared and options.runs[1:]:
+            raise UserError(f"{compared[0]} is a comparison: name it alone, or runs in its place")
+        if compared:
             draw: Any = page.comparison_page if options.html else figures.comparison_figure
-            content = draw(found)
+            content = draw(read_comparison(compared[0]))
         else:
             runs = read_runs(options.runs)
             draw = page.run_page if options.html else figures.runs_figure
@@ -59,14 +61,6 @@ def main() -> None:
         figures.write_files(content, files)
         for file in files:
             say(f"wrote {file}")
-
-
-def comparison_among(folders: list[Path]) -> Path | None:
-    """Return the comparison among `folders`, if there is one. Raises `UserError` beside others."""
-    compared = next((folder for folder in folders if (folder / RESULTS_FILE).is_file()), None)
-    if compared and len(folders) > 1:
-        raise UserError(f"{compared} is a comparison: name it alone, or runs in its place")
-    return compared
 
 
 def files_of(options: Plot) -> list[Path]:
