@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from torchmars.cluster.document import Document, read_document
+from torchmars.cluster.document import LARGEST, Document, read_document
 
 IDS = [f"{number:016x}" for number in range(9)]
 
@@ -50,6 +50,14 @@ def test_failures_count_once_a_round_and_again_with_progress():
         assert bool(doc.closed) == (failures > 2)
         doc.members = IDS[:3]
     assert doc.code == 9 and doc.closed == "rank 1 failed"
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_rank_that_ended_in_an_endless_line_is_told_of(most):
+    """As a bar that a program of the user's has drawn over itself."""
+    doc = document()
+    doc.fail(0, most, 1, "\r 99%" * LARGEST)
+    assert read_document(doc.text()).closed or doc.round == 5
 
 
 def test_the_last_machine_that_is_done_ends_the_run_or_the_round():

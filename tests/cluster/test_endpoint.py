@@ -7,6 +7,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
+from torchmars.cluster import connection
 from torchmars.cluster.endpoint import (
     find_store,
     interface_of,
@@ -82,3 +83,12 @@ def test_a_token_of_any_bytes_signs_for_one_place_alone_and_no_error_repeats_it(
         with pytest.raises(RendezvousStateError, match="not signed by"):
             machine._opened(key, forged.encode())
     machine.left = True
+
+
+def test_a_process_that_goes_on_has_the_variables_that_it_had(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    connection.keep_within_machine()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
+    connection.stop()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ and os.environ["NCCL_SOCKET_IFNAME"] == "eth0"

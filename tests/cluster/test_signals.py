@@ -13,7 +13,9 @@ from torchmars.training.trainer import StepFlags, Trainer
 
 
 def test_the_echo_of_a_launcher_is_no_second_signal(monkeypatch):
+    """Nor one that the main thread takes late: our launcher ends its ranks by SIGKILL."""
     ended = []
+    monkeypatch.delenv(process.LAUNCHER, raising=False)
     monkeypatch.setattr(os, "_exit", ended.append)
     signals = StopSignals()
     monkeypatch.setattr("torchmars.cluster.process.ECHO_SECONDS", 3600)
@@ -21,6 +23,10 @@ def test_the_echo_of_a_launcher_is_no_second_signal(monkeypatch):
         signals._receive(signal.SIGTERM)
     assert signals.received == "SIGTERM" and not ended
     monkeypatch.setattr("torchmars.cluster.process.ECHO_SECONDS", -1)
+    with monkeypatch.context() as under:
+        under.setenv(process.LAUNCHER, "1")
+        signals._receive(signal.SIGTERM)
+        assert not ended
     signals._receive(signal.SIGTERM)
     assert ended == [128 + signal.SIGTERM]
 

@@ -25,6 +25,7 @@ from torchmars.data.corpus import Sizes, load_dataset
 from torchmars.data.documents import Encoder, TextPart
 from torchmars.data.manifest import check_shards, read_manifest
 from torchmars.data.prepare import prepare_task, start_pool
+from torchmars.data.progress_bar import progress_bar
 
 SIZES = Sizes(piece=3000, block=700, document=2000, shard_tokens=1000)
 
@@ -485,3 +486,11 @@ def test_a_link_beside_or_in_a_folder_that_is_made_is_refused(config, tmp_path, 
     with pytest.raises(UserError, match=f"{Path(name).name} is "):
         prepare_task(config, 0, 1, SIZES)
     assert (tmp_path / "thesis").read_text() == "by nobody else"
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_bar_that_cannot_be_written_ends_no_work(monkeypatch, full):
+    with open("/dev/full", "w") as stream, monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", stream if full else None)
+        with progress_bar("tokenising", 2, "B") as bar:
+            bar.update(2)

@@ -33,6 +33,7 @@ from torchmars.parallel.layout import Layout
 LOOK_SECONDS = 10.0  # how long a new file may take to be seen on other machines
 LONGEST = 2000  # bytes of a rank's report on itself
 COMMON = ("code of torchmars", "torch", "config", "data.path")  # to all ranks
+OWN: dict[str, str] = {}  # variables of the network that this process has set for itself
 
 
 def open_store() -> dist.Store:
@@ -97,9 +98,9 @@ def start(config: ParallelismConfig) -> Layout:
 def keep_within_machine() -> None:
     """Keep this process's ports out of other machines' reach, unless an interface is named."""
     if loopback := interface_of("127.0.0.1"):
-        of_gpus, form = INTERFACE
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault(of_gpus, form.format(loopback))
+        named = {"GLOO_SOCKET_IFNAME": loopback, INTERFACE[0]: INTERFACE[1].format(loopback)}
+        OWN.update({name: value for name, value in named.items() if name not in os.environ})
+        os.environ.update(OWN)
 
 
 @contextlib.contextmanager
@@ -128,9 +129,11 @@ def _first_traffic() -> Iterator[None]:
 
 
 def stop() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one; a program may go on to jobs of several machines."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    while OWN:
+        os.environ.pop(OWN.popitem()[0], None)
 
 
 def check_ranks(config: ResolvedConfig, layout: Layout) -> str:

@@ -109,7 +109,7 @@ class Document:
         """End the round that goes on: its machines meet again."""
         self.was, self.expected, self.members = self.members, list(self.members), []
         self.here, self.waiting = self.waiting, []
-        self.done, self.ask, self.why, self.round = [], "", why, self.round + 1
+        self.done, self.ask, self.why, self.round = [], "", why[:LONGEST], self.round + 1
 
     def drop(self, machines: Iterable[str], why: str) -> None:
         """Take machines out. If they were in the round, it ends for the reason `why`."""
@@ -123,7 +123,7 @@ class Document:
 
     def close(self, code: int, how: str) -> None:
         """End the run for all machines."""
-        self.closed, self.code = how, code
+        self.closed, self.code = how[:LONGEST], code
 
     def finish(self, machine: str, code: int | None) -> None:
         """Note that ranks of a member ended well; the last ends the run, without code the round."""

@@ -313,10 +313,7 @@ class RankLauncher:
         """Print that this machine has not met the others, or lost them. Return the exit code."""
         node, place = process.node(), self.rendezvous
         text, left = str(error).partition("\n")[0], self._left_code()
-        if self.starts and left in (
-            "0",
-            str(EXIT_STOPPED),
-        ):  # who has it from its ranks may be gone
+        if self.starts and left in ("0", str(EXIT_STOPPED)):  # who says so may be gone
             if left != "0":
                 say_stopped(f"and saved: {node} has lost the other machines ({text})")
             return int(left)

@@ -28,7 +28,7 @@ CALLER = "TORCHMARS_CALLER"  # for launchers: the process number of who has star
 # The first of these signals asks a run to save and end, a second one ends it at once.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 ORPHANED = signal.SIGUSR2  # a rank sends it itself when its launcher is gone, as the first
-# A launcher passes on a signal that its ranks were sent as well. That is one request, not two.
+# A launcher passes on a signal that its ranks were sent as well: one request. Ours ends them too.
 ECHO_SECONDS = 1.0
 ROOT = Path(__file__).parents[2]  # the folder that torchmars is imported from
 
@@ -159,11 +159,11 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _: object = None) -> None:
+        orphaned, now = number == ORPHANED, time.monotonic()
         if self.received is None:
-            orphaned = number == ORPHANED
             self.received = "the end of its launcher" if orphaned else signal.Signals(number).name
-            self.received_at = time.monotonic()
-        elif number != ORPHANED and time.monotonic() - self.received_at > ECHO_SECONDS:
+            self.received_at = now
+        elif not orphaned and LAUNCHER not in os.environ and now > self.received_at + ECHO_SECONDS:
             os._exit(128 + number)
 
 
