@@ -62,14 +62,14 @@ def test_mistakes_are_one_line(transfer, tmp_path):
         ((), "name two sizes or more"),
         (("--widths", "64"), "name two sizes or more"),
         (("--widths", "64,many"), "--widths must be a whole number, got 'many'"),
-        (("--widths", "0,64"), "--widths must be at least 1, got '0'"),
+        (("--widths", "0,64"), "--widths must be at least 1, got 0"),
         (widths, "--lr-grid is missing: give the learning rates to try"),
         ((*widths, "--lr-grid", "1,x"), "--lr-grid must be a number, got 'x'"),
         ((*widths, "--lr-grid", "1,2", "--validation.interval", "0"), "validation.interval = 0"),
         ((*widths, "--lr-grid", "1", "--widen"), "--widen needs two learning rates or more"),
         ((*widths, "--lr-grid", "1", "--checkpoint.folder", "c"), "checkpoint.folder has no meani"),
         ((*widths, "--lr-grid", "0,2"), "optimizer.lr must be more than 0"),
-        ((*widths, "--lr-grids", "1,2"), "--lr-grids: did you mean --lr-grid?"),
+        ((*widths, "--lr-grids", "1,2"), "--lr-grids 1,2: did you mean --lr-grid?"),
     ]:
         code, out, err = transfer(*args)
         assert code == 2 and not out and err.count("\n") == 1 and wrong in err, (args, err)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ MISTAKES = {
     "empty": ("nanogpt", written(write_nanogpt, lambda data: b""), "train.bin has 0 bytes"),
     "npy": ("nanogpt", lambda file: np.save(file.open("wb"), TRAIN[0]), "begins with b'.x93NUMPY"),
     "of llm.c": ("nanogpt", written(write_llmc), "without a header; llmc: reads files of llm.c"),
-    "folder": ("nanogpt", lambda file: file.mkdir(), "cannot read .*train.bin: .*directory"),
+    "folder": ("nanogpt", lambda file: file.mkdir(), "cannot read .*train.bin: Not a regular file"),
     "beyond": (
         "nanogpt",
         with_token(write_nanogpt, 50256),
@@ -192,6 +193,17 @@ def test_a_mistake_is_one_line_that_names_the_file(tmp_path, name):
     with pytest.raises(UserError, match=message):
         prepare_data(config)
     assert not (tmp_path / "shards").exists()
+
+
+def test_a_folder_of_other_files_gets_no_manifest(tmp_path):
+    config = config_of(tmp_path, "nanogpt:{}")
+    write_nanogpt(tmp_path / "tokens" / "train.bin", TRAIN)
+    folder = Path(config.data.path)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "thesis.tex").touch()
+    with pytest.raises(UserError, match="holds files but no manifest.json: set data.path to"):
+        prepare_data(config)
+    assert [file.name for file in folder.iterdir()] == ["thesis.tex"]
 
 
 def test_nothing_found_other_dtypes_and_only_validation_are_told(tmp_path):

@@ -254,7 +254,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     "args,message",
     [
         (("--world-size", "12"), "--world-size 12 does not fill machines of --gpus-per-node 8"),
-        ((), "--world-size is missing"),
+        ((), "the following arguments are required: --world-size"),
         (("--world-size", "0"), "--world-size must be a whole number from 1 to 100000, or MIN:MAX"),
         (("--world-size", "8:"), "--world-size must be a whole number from 1 to 100000, or MIN"),
         (("--world-size", "8:12"), "--world-size 8:12 does not fill machines of --gpus-per-node 8"),

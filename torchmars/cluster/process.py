@@ -40,7 +40,7 @@ def rank() -> int:
 
 def world_size() -> int:
     """Return the number of ranks; 1 for a process that was started alone."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def machines() -> int:
