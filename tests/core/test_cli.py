@@ -58,7 +58,9 @@ def test_mistakes_are_named(args, message):
     assert message in str(error.value)
 
 
-def test_a_list_in_the_last_place_takes_what_is_left():
+def test_a_list_in_the_last_place_takes_what_is_left(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there are no runs
+
     @dataclass
     class Show:
         """Show runs."""
