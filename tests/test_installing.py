@@ -12,7 +12,8 @@ from tests.docs.pages import PAGES
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [ROOT / "run_train.sh", ROOT / ".pre-commit-config.yaml", ROOT / "mkdocs.yml"]
 SCRIPTS += [each for name in (".ci", ".github") for each in (ROOT / name).rglob("*")]
-SCRIPTS += [*ROOT.glob("examples/**/*.*[!c]"), *ROOT.glob("*.toml"), *ROOT.glob("*.cff")]
+SCRIPTS += [each for each in ROOT.glob("examples/**/*") if each.suffix != ".pyc"]
+SCRIPTS += [*ROOT.glob("*.toml"), *ROOT.glob("*.cff")]
 CODE = [*ROOT.glob("torchmars/**/*.py"), *ROOT.glob("train_configs/**/*.toml")]
 CONSTRAINTS = ROOT / "constraints.txt"
 LIST = r" -c (\$root/|<\(grep -v \^\w+= )?constraints\.txt"
