@@ -62,15 +62,21 @@ class Option:
             return self.name.upper()
         return f"--{self.name}" if self.setting else f"--{self.name.replace('_', '-')}"
 
-    def text(self, documented: str) -> str:
-        """Return its help: what its field says, and its default as TOML spells it."""
+    def shown_default(self) -> str:
+        """Return the default as TOML spells it, or nothing if it has none worth showing."""
         value = self.default
-        if not documented or "Default: " in documented or value in (MISSING, None, ""):
-            return documented
+        if value in (MISSING, None, ""):
+            return ""
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        shown = (
-            shown.lower() if isinstance(value, bool) else shown if shown.strip() else repr(value)
-        )
+        if isinstance(value, bool):
+            return shown.lower()
+        return shown if shown.strip() else repr(value)
+
+    def text(self, documented: str) -> str:
+        """Return its help: what its field says, and its default."""
+        shown = self.shown_default()
+        if not documented or "Default: " in documented or not shown:
+            return documented
         return f"{documented} Default: {shown}."
 
     def value(self, given: Any) -> Any:
