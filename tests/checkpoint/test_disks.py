@@ -169,7 +169,7 @@ def test_a_folder_that_becomes_read_only(tables, tmp_path):
             and "Read-only file system" in out
             and out.count("error: the checkpoint") == 1
         )
-        assert "checkpoints: Read-only file system: set run.folder" in listen(2, tables)
+        assert "checkpoints: set run.folder to a folder you can write" in listen(2, tables)
     assert steps_kept(tables) == [2, 4]
     assert "continue  from step 4" in listen(2, tables)
     assert steps_kept(tables) == [2, 4, 6, 8, 10, 12]

@@ -165,8 +165,9 @@ def read_toml(path: Path) -> Tables:
     try:
         return tomli.loads(read_text(path))
     except OSError as error:
+        verb = "set CONFIG_FILE to" if "CONFIG_FILE" in os.environ else "name"
         raise UserError(
-            f"cannot read the config {path}: {error.strerror}: name a TOML file, or a preset "
+            f"cannot read the config {path}: {error.strerror}: {verb} a TOML file, or a preset "
             "(torchmars presets)"
         ) from None
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or nested too deeply
