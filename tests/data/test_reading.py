@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from tests.support.full import full_but
 from torchmars.config.source import parse_source
-from torchmars.data.corpus import Input, Sizes, corpus_pieces, read_piece, text_ranges
+from torchmars.data.corpus import (
+    Input,
+    Sizes,
+    corpus_pieces,
+    read_piece,
+    text_ranges,
+    told_at_end,
+)
 from torchmars.data.documents import Damage, Encoder, TextPart, decode
 
 LONGEST = 60
@@ -105,6 +112,15 @@ def test_files_of_several_streams_and_files_cut_short(tmp_path, pack):
             assert found_in([Input(str(file), 1)], "jsonl")[500:] == [None]
         file.write_bytes(packed[0] + bytes(8) + packed[1])  # padding
         assert found_in([Input(str(file), 1)], "jsonl") == expected
+
+
+def test_a_lack_of_memory_is_no_damage_of_a_file():
+    def read():
+        yield 1, b"a"
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        list(told_at_end(read()))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])

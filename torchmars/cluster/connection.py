@@ -176,8 +176,8 @@ def own_report(config: ResolvedConfig) -> dict[str, str]:
 
     manifests = [Path(corpus.path) / "manifest.json" for corpus in config.data.corpora()]
     contents = [file.read_bytes() for file in manifests if file.exists()]
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    code = [file.name.encode() + file.read_bytes() for file in files]
+    files, root = sorted(Path(__file__).parents[1].rglob("*.py")), process.ROOT
+    code = [str(file.relative_to(root)).encode() + file.read_bytes() for file in files]
     return {
         "node": process.node()[:100],
         "code of torchmars": hashed(b"".join(code)),

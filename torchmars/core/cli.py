@@ -277,8 +277,10 @@ def print_help(kind: type, prog: str, sections: Sections, about: str, named: str
     write(parser.format_help())
     if sections and not named:
         say("\nsections of settings (--help SECTION prints one, --help all prints all):")
-        names = {its: name for name, its in reversed([*tables_in(sections)])}  # roles have one type
-        for its, name in reversed(names.items()):
+        names: dict[type, str] = {}  # the roles of the optimizer have one type
+        for name, its in tables_in(sections):
+            names.setdefault(its, name)
+        for its, name in names.items():
             text = textwrap.shorten(section_text(its), 74, placeholder=" ...")
             say(f"  {f'[{name}]':<24}{text}")
     raise Ended(0)

@@ -55,10 +55,12 @@ def gpu_memory() -> int | None:
 
     None where runs use the CPU, or where the maker's program does not tell.
     """
+    if not gpu_count():
+        return None
     ask = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         told = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60).stdout
-        return max(int(size) * 2**20 for size in told.split()) if gpu_count() else None
+        return max(int(size) * 2**20 for size in told.split())
     return None
 
 

@@ -145,9 +145,7 @@ def leave_exit_code(code: int) -> int:
     Returns the code with which the process must then end.
     """
     if file := os.environ.get(EXIT_CODE_FILE):
-        with contextlib.suppress(
-            OSError
-        ):  # a launcher that is gone may have taken the folder along
+        with contextlib.suppress(OSError):  # a launcher that is gone may have taken the folder
             Path(file).write_text(str(code))
             return 0
     return code

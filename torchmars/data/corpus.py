@@ -287,9 +287,10 @@ def told_at_end(records: Records) -> Records:
 def lost_file(error: Exception) -> LostFile:
     """Return the damage of a file of which any library has raised this.
 
-    Raises an `OSError` of the disk, and `UserError`, which are none of the file.
+    Raises an `OSError` of the disk, `MemoryError` and `UserError`, which are none of the file.
     """
-    if isinstance(error, UserError) or isinstance(error, OSError) and error.errno is not None:
+    of_disk = isinstance(error, OSError) and error.errno is not None
+    if of_disk or isinstance(error, UserError | MemoryError):
         raise error
     if isinstance(error, LostFile):
         return error
