@@ -42,7 +42,7 @@ def test_random_shards_are_those_of_a_run(tmp_path):
     found = tiny_config(tmp_path, data=vars(data))
     [part] = prepare_data(found).parts  # which makes none
     assert part.folder == Path(data.path) and part.manifest.splits["train"].tokens == 4000
-    tokens = np.fromfile(part.folder / "train-00000-000.bin", dtype="<u2")
+    tokens = np.fromfile(part.folder / "train-00000.bin", dtype="<u2")
     assert tokens.max() < 50257 and np.count_nonzero(tokens == 50256) >= 4
     assert len(np.unique(tokens)) > 3500
 

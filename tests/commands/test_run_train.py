@@ -71,7 +71,7 @@ def test_its_resolved_config_goes_on_and_each_rank_has_a_log(config, tmp_path):
 
 
 def altered(tmp_path):
-    shard = tmp_path / "shards" / "train-00000-000.bin"
+    shard = tmp_path / "shards" / "train-00000.bin"
     os.truncate(shard, shard.stat().st_size - 4)
 
 
@@ -85,7 +85,7 @@ def altered(tmp_path):
             "training.global_batch_size = 7 does not divide over 2",
         ),
         (["--parallelism.dp_shard", "3"], None, "does not make 2 ranks"),
-        ([], altered, "train-00000-000.bin has"),
+        ([], altered, "train-00000.bin has"),
         (
             ["--optimizer.matrix.rule", "mars-m", "--optimizer.matrix.split", "5"],
             None,

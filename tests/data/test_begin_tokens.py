@@ -176,7 +176,7 @@ def test_packed_documents_begin_with_it(begin_token, chunk, tmp_path, monkeypatc
     theirs = write_tokenizer(tmp_path)
     write_texts(tmp_path)
     config = config_of(tmp_path, tmp_path, begin_token, validation_fraction=0.3)
-    manifest = prepare_task(config, 0, 1, Sizes(shard_tokens=500))
+    manifest = prepare_task(config, 0, 1, Sizes(piece=500))
     monkeypatch.setattr(packing, "CHUNK", chunk)
     pack_shards(tmp_path / "shards", manifest, 48)
     split, begin = manifest.splits["train"], manifest.begin_token

@@ -20,9 +20,9 @@ from tests.data.token_files import (
     write_nanogpt,
 )
 from torchmars.core.errors import UserError
-from torchmars.data.corpus import Sizes
+from torchmars.data import foreign
 from torchmars.data.manifest import check_shards, read_manifest
-from torchmars.data.prepare import prepare_shards, prepare_task
+from torchmars.data.prepare import prepare_shards
 from torchmars.data.windows import Windows
 from torchmars.training.preparation import prepare_data, prepare_run
 
@@ -50,7 +50,7 @@ def expected_windows(texts, seq_len=32):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_each_format_is_read_in_place(tmp_path, kind):
+def test_each_format_is_read_in_place(tmp_path, kind, monkeypatch):
     write, source, dtype = FORMATS[kind]
     config = config_of(tmp_path, source)
     folder = tmp_path / "tokens"
@@ -61,7 +61,8 @@ def test_each_format_is_read_in_place(tmp_path, kind):
     if not kind.startswith("megatron") and "glob" not in kind:
         (folder / "test.bin").write_bytes(b"other")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    prepare_task(config.data, 0, 1, Sizes(shard_tokens=700))  # so that a file is several shards
+    monkeypatch.setattr(foreign, "SHARD_TOKENS", 700)  # so that a file is several shards
+    prepare_shards(config.data)
     [part] = prepare_data(config).parts
     manifest = part.manifest
     assert manifest.dtype == dtype and len(manifest.splits["train"].shards) > 4

@@ -49,7 +49,7 @@ def test_tokens_of_a_large_vocabulary_have_32_bits(tmp_path):
     file = folder / split.shards[1].file
     file.write_bytes(file.read_bytes()[:-2])
     with pytest.raises(
-        UserError, match="train-00000-001.bin has 198 bytes, its manifest says at least 200"
+        UserError, match="train-00001.bin has 198 bytes, its manifest says at least 200"
     ):
         check_shards(manifest, folder)
 
@@ -62,7 +62,7 @@ def test_the_largest_vocabulary_of_16_bits(tmp_path, vocab_size, dtype):
     Tokenizer.vocab_size = vocab_size
     manifest = write_shards(DataConfig(), Tokenizer(), iter(DOCUMENTS), tmp_path / "shards")
     assert manifest.dtype == dtype
-    tokens = np.fromfile(tmp_path / "shards" / "train-00000-000.bin", np.dtype(dtype))
+    tokens = np.fromfile(tmp_path / "shards" / "train-00000.bin", np.dtype(dtype))
     assert (
         tokens[-1] == vocab_size - 1 == read_manifest(tmp_path / "shards").splits["train"].max_token
     )

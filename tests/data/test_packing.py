@@ -133,5 +133,5 @@ def test_other_lengths_are_packed_apart_and_damaged_shards_not_at_all(prepared):
     shutil.rmtree(folder / "best_fit-32")
     file = folder / manifest.splits["train"].shards[1].file
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(UserError, match="train-00000-001.bin was altered"):
+    with pytest.raises(UserError, match="train-00001.bin was altered"):
         open_packed(folder, manifest, 32)

@@ -31,11 +31,11 @@ def test_books_are_the_same_however_they_are_prepared(tmp_path, bpe_files):
         return subprocess.Popen([*PREPARE, *source, "--path", str(tmp_path / name), *options])
 
     def files(name):
-        assert not (tmp_path / f"{name}.partial").exists()
+        assert not (tmp_path / name / "plan.json").exists()
         return {file.name: sha256(file) for file in (tmp_path / name).iterdir()}
 
     def done(name):
-        records = (tmp_path / f"{name}.partial").glob("part-*.json")
+        records = (tmp_path / name).glob("part-*.json")
         splits = (json.loads(each.read_text())["splits"].values() for each in records)
         return sum(split["text_bytes"] for each in splits for split in each)
 

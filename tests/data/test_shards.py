@@ -53,23 +53,23 @@ def test_a_single_document_is_cut_near_its_end(tmp_path):
     [
         (
             lambda file: os.truncate(file, file.stat().st_size - 2),
-            r"-000.bin has \d+ bytes, its manifest says at least \d+",
+            r"-00000.bin has \d+ bytes, its manifest says at least \d+",
         ),
-        (lambda file: flip(file, 800), "train-00000-000.bin was altered"),
+        (lambda file: flip(file, 800), "train-00000.bin was altered"),
     ],
 )
 def test_damaged_shards_are_named(prepared, change, message):
     _, folder, manifest = prepared
-    change(folder / "train-00000-000.bin")
+    change(folder / "train-00000.bin")
     with pytest.raises(UserError, match=message):
         shards.check_shards(manifest, folder)
 
 
 def test_ranks_share_the_check(prepared):
     _, folder, manifest = prepared
-    flip(folder / "validation-00000-000.bin", 800)
+    flip(folder / "validation-00000.bin", 800)
     shards.check_shards(manifest, folder, part=0, parts=2)
-    with pytest.raises(UserError, match="validation-00000-000.bin was altered"):
+    with pytest.raises(UserError, match="validation-00000.bin was altered"):
         shards.check_shards(manifest, folder, part=1, parts=2)
 
 

@@ -29,9 +29,9 @@ def test_validation_data_that_cannot_be_read_end_the_run_on_all_ranks(tmp_path):
         tmp_path, data={"verify": "off"}, validation={"interval": 2}, training={"steps": 2}
     )
     prepare_data(tiny_config(tmp_path, **{"data": tables["data"]}))
-    os.truncate(tmp_path / "shards" / "validation-00000-000.bin", 10)
+    os.truncate(tmp_path / "shards" / "validation-00000.bin", 10)
     said = listen(1, tables)
-    assert said.count("error") == 1 and "validation-00000-000.bin cannot be read at byte" in said
+    assert said.count("error") == 1 and "validation-00000.bin cannot be read at byte" in said
 
 
 @FULL
@@ -40,10 +40,10 @@ def test_ranks_end_when_one_of_them_cannot_read(tmp_path):
     write_text(tmp_path)
     write_config(tiny_config(tmp_path), tmp_path / "run.toml")
     run = begun(tmp_path / "run.toml")
-    os.truncate(tmp_path / "shards" / "train-00000-000.bin", 10)
+    os.truncate(tmp_path / "shards" / "train-00000.bin", 10)
     _, said = run.communicate()
     assert run.returncode == 2
     lines = [line for line in said.splitlines() if "error" in line]
     assert 1 <= len(lines) <= 2 and "Traceback" not in said  # both ranks may read there at once
     for line in lines:
-        assert re.search("^error: .*train-00000-000.bin cannot be read at byte .*cut short", line)
+        assert re.search("^error: .*train-00000.bin cannot be read at byte .*cut short", line)

@@ -6,9 +6,15 @@ from pathlib import Path
 import numpy as np
 
 from torchmars.config import DataConfig
-from torchmars.data.documents import Encoded
-from torchmars.data.manifest import SPLITS, DataManifest, make_manifest, write_manifest
-from torchmars.data.prepare import PieceWriter
+from torchmars.data.manifest import (
+    SPLITS,
+    DataManifest,
+    Shard,
+    make_manifest,
+    numpy_dtype,
+    read_split,
+    write_manifest,
+)
 from torchmars.data.tokenizer import Tokenizer, smallest_dtype
 
 
@@ -25,15 +31,18 @@ def write_shards(
     """
     folder.mkdir(parents=True)
     dtype = smallest_dtype(tokenizer.vocab_size)
-    writer = PieceWriter(folder, 0, dtype, shard_tokens)
-    for number, text in enumerate(documents):
-        tokens = np.append(*tokenizer.encode_batch([text]), tokenizer.end_of_text).astype(dtype)
-        split = SPLITS[number % 3 == 1]
-        arrays = {name: tokens[: len(tokens) * (name == split)] for name in SPLITS}
-        documents = {name: int(name == split) for name in SPLITS}
-        encoded = Encoded(arrays, documents, dict.fromkeys(SPLITS, 0), [])
-        writer.add(encoded)
-    writer.close()
-    manifest = make_manifest(config, tokenizer, dtype, writer.part.splits)
+    encoded = [
+        np.append(*tokenizer.encode_batch([text]), tokenizer.end_of_text) for text in documents
+    ]
+    splits = {}
+    for split, name in enumerate(SPLITS):
+        mine = [each for number, each in enumerate(encoded) if (number % 3 == 1) == split]
+        tokens, shards = np.concatenate(mine).astype(numpy_dtype(dtype)), []
+        for number, begin in enumerate(range(0, len(tokens), shard_tokens)):
+            some = tokens[begin : begin + shard_tokens]
+            shards.append(Shard(f"{name}-{number:05d}.bin", len(some)))
+            some.tofile(folder / shards[-1].file)
+        splits[name] = read_split(shards, dtype, folder, tokenizer)
+    manifest = make_manifest(config, tokenizer, dtype, splits)
     write_manifest(folder, manifest)
     return manifest

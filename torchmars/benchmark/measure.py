@@ -102,7 +102,7 @@ def write_random_shards(data: ResolvedData, tokens: int, folder: Path) -> Resolv
     folder.mkdir()
     splits = {}
     for name in ("train", "validation"):
-        file = f"{name}-00000-000.bin"
+        file = f"{name}-00000.bin"
         (folder / file).write_bytes(content)
         splits[name] = Split(drawn.size, documents, 0, largest, [Shard(file, drawn.size, digest)])
     random = replace(data, source="stdlib", files=[], mixture=[], path=str(folder), verify="size")

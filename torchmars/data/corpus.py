@@ -64,7 +64,7 @@ MAGIC = re.compile(
 class Sizes:
     """How a corpus is cut. Other sizes give the same tokens in other files.
 
-    All are in bytes, but `shard_tokens`.
+    All are in bytes.
     """
 
     piece: int = 2**24
@@ -73,7 +73,6 @@ class Sizes:
     """Text that is tokenised at once."""
     document: int = 2**25
     """A longer document is cut, a longer record of a file of records is damaged."""
-    shard_tokens: int = 100_000_000
 
 
 @dataclass(frozen=True)

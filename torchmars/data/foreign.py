@@ -40,6 +40,7 @@ from torchmars.data.tokenizer import TokenDtype, load_tokenizer
 
 # The last of these words in a file's name tells its split.
 SPLIT_WORDS = re.compile(r"(?<![a-z])(train|val|valid|validation|test)(?![a-z])")
+SHARD_TOKENS = 100_000_000
 LLMC_HEADER = 256 * 4  # bytes
 # By magic number and version.
 LLMC_KINDS: dict[tuple[int, ...], TokenDtype] = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
@@ -53,10 +54,10 @@ MEGATRON_KINDS: dict[tuple[bytes, int, int], TokenDtype] = {
 Found = tuple[Shard, TokenDtype]  # the tokens of a file
 
 
-def index(config: ResolvedData, folder: Path, shard_tokens: int) -> None:
+def index(config: ResolvedData, folder: Path) -> None:
     """Read the files that data.source names, and leave their manifest in `folder`.
 
-    A large file is several shards of `shard_tokens` tokens, which ranks check side by side. Where
+    A large file is several shards of `SHARD_TOKENS` tokens, which ranks check side by side. Where
     there are no validation tokens, the end of the training tokens is that split. Raises
     `UserError`, naming the file, for one that violates its format.
     """
@@ -79,9 +80,9 @@ def index(config: ResolvedData, folder: Path, shard_tokens: int) -> None:
     with progress_bar(f"reading {config.source}", total, "tokens") as bar:
         for name, whole in (("train", train), ("validation", validation)):
             parts = [
-                each.part(begin, min(begin + shard_tokens, each.tokens), dtype)
+                each.part(begin, min(begin + SHARD_TOKENS, each.tokens), dtype)
                 for each in whole
-                for begin in range(0, each.tokens, shard_tokens)
+                for begin in range(0, each.tokens, SHARD_TOKENS)
             ]
             with file_errors(f"cannot read the tokens of {config.source}", "restore them"):
                 splits[name] = read_split(parts, dtype, folder, tokenizer, bar.update)

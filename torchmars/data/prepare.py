@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from torchmars.cluster.process import send_once_gone
 from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
@@ -30,13 +28,11 @@ from torchmars.core.check import make, parse_json
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import (
-    PARTIAL,
     DurableFile,
     lock,
     locked,
     own_cores,
     read_text,
-    remove,
     sync_folder,
     write_durably,
 )
@@ -67,7 +63,8 @@ from torchmars.storage.objects import size_and_time
 
 SIZES = Sizes()
 PLAN, DAMAGED = "plan.json", "damaged.jsonl"
-NEEDED = (f"{PLAN}*", "part-*")  # by the making of a folder alone
+MADE = [f"{name}-*.bin" for name in SPLITS]
+NEEDED = "part-*", f"{PLAN}*"  # by the making of a folder alone; the plan goes last
 LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
 AHEAD = 2  # blocks that are read ahead for each process that tokenises
 # More damage ends the preparation: records that are left out, and files that cannot be read to
@@ -97,63 +94,71 @@ def prepare_task(
     if other tasks are not done yet. Raises `UserError`.
     """
     folder = Path(config.path)
-    if not has_manifest(folder):
-        with file_errors(
-            f"cannot write the shards to {folder}", "set data.path to a folder you can write"
-        ):
-            if parse_source(config.source).of_tokens:
-                with turn(folder):
-                    if not has_manifest(folder):
-                        foreign.index(config, folder, sizes.shard_tokens)
-            else:
-                make_folder(config, folder, task, tasks, sizes)
-    if not has_manifest(folder):
-        return None
-    lock_of(folder).unlink(missing_ok=True)  # left by a process that has ended between two calls
+    remedy = "set data.path to a folder you can write"
+    with file_errors(f"cannot write the shards to {folder}", remedy):
+        if not has_manifest(folder) and parse_source(config.source).of_tokens:
+            with turn(folder) as unfinished:
+                if unfinished:
+                    foreign.index(config, folder)
+        elif not has_manifest(folder):
+            make_shards(config, folder, task, tasks, sizes)
+        if not has_manifest(folder):
+            return None
+        clear(folder, *NEEDED)
+        if lock_of(folder).exists():  # left by a process that ended between two calls
+            lock_of(folder).unlink(missing_ok=True)
     found = read_manifest(folder)
     check_manifest(found, config, folder)
     return found
 
 
-def make_folder(config: ResolvedData, folder: Path, task: int, tasks: int, sizes: Sizes) -> None:
+def make_shards(config: ResolvedData, folder: Path, task: int, tasks: int, sizes: Sizes) -> None:
     """Make a task's pieces, and the folder complete if all are done. Raises `UserError`."""
-    real = Path(os.path.realpath(folder))  # also where it is "."
-    partial = real.with_name(real.name + PARTIAL)
     files, made_from = corpus_files(config)
     pieces = corpus_pieces(parse_source(config.source), files, sizes)
-    with turn(folder):
-        if has_manifest(folder):
-            return
-        if not has_manifest(partial):  # else a process ended here
-            begin_folder(config, folder, partial, made_from | asdict(sizes))
-    make_pieces(config, pieces, files, partial, range(task, len(pieces), tasks), sizes)
-    with turn(folder):
-        if has_manifest(folder):
-            return
-        if not has_manifest(partial):
-            parts = [finished_part(partial, number) for number in range(len(pieces))]
-            done = [part for part in parts if part]
-            if len(done) < len(parts):
-                return
-            finish_folder(config, done, files, partial)
-        rename_folder(partial, real)
+    with turn(folder) as unfinished:
+        if unfinished:
+            begin_folder(config, folder, made_from | asdict(sizes))
+    make_pieces(config, pieces, files, folder, range(task, len(pieces), tasks), sizes)
+    with turn(folder) as unfinished:
+        parts = [finished_part(folder, number) for number in range(len(pieces))]
+        done = [part for part in parts if part]
+        if unfinished and len(done) == len(parts):
+            finish_folder(config, done, files, folder)
 
 
 def lock_of(folder: Path) -> Path:
     """Return the file that whoever makes a folder locks."""
-    real = Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(folder))  # also where it is "."
     return real.with_name(real.name + ".lock")
 
 
 @contextlib.contextmanager
-def turn(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder in the body, as soon as no other process holds it."""
+def turn(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder in the body, as soon as no other process holds it.
+
+    Yields whether the folder is still unfinished then.
+    """
     file = lock_of(folder)
     with locked(file, f"preparing {folder}", LOCK_SECONDS):
         try:
-            yield
+            yield not has_manifest(folder)
         finally:
             file.unlink(missing_ok=True)
+
+
+def clear(folder: Path, *patterns: str) -> None:
+    """Delete the files of a folder that match patterns, in their order. Raises `OSError`."""
+    for pattern in patterns:
+        for file in folder.glob(pattern):
+            file.unlink(missing_ok=True)
+
+
+def take_back(folder: Path) -> None:
+    """Delete all that was made of a corpus that will be another one. Raises `OSError`."""
+    clear(folder, *MADE, *NEEDED)
+    with contextlib.suppress(OSError):  # files of others are in it
+        folder.rmdir()
 
 
 def corpus_files(config: ResolvedData) -> tuple[dict[str, int], dict[str, Any]]:
@@ -170,29 +175,27 @@ def corpus_files(config: ResolvedData) -> tuple[dict[str, int], dict[str, Any]]:
     return files, made_from
 
 
-def begin_folder(
-    config: ResolvedData, folder: Path, partial: Path, made_from: dict[str, Any]
-) -> None:
-    """Begin a folder in `partial`, if it was not yet.
+def begin_folder(config: ResolvedData, folder: Path, made_from: dict[str, Any]) -> None:
+    """Begin a folder, if it was not yet.
 
-    Raises `UserError` if it was begun from something else, or where there are other files.
+    Raises `UserError` if it was begun from something else, or has other files.
     """
-    plan = partial / PLAN
+    plan = folder / PLAN
     if plan.exists():
         if differs := first_difference(parse_json(read_text(plan)), made_from):
             raise UserError(
-                f"{folder} was begun with {differs}: set it back, or remove the folder {partial} "
-                "to start over"
+                f"{folder} was begun with {differs}: set it back, or remove the folder to start "
+                "over"
             )
         return
-    for file in (*folder.glob("*"), *partial.glob("*")):
+    for file in folder.glob("*"):
         if not file.name.startswith(PLAN):
             raise UserError(
-                f"{file.parent} holds {file.name}, but no manifest.json or {PLAN}: move it away, "
-                "or set data.path to another folder"
+                f"{folder} holds {file.name}, but no manifest.json or {PLAN}: move it away, or set "
+                "data.path to another folder"
             )
     load_tokenizer(config.tokenizer).encode_batch(["a"])  # its files are there
-    partial.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_durably(plan, json.dumps(made_from))
 
 
@@ -200,12 +203,12 @@ def make_pieces(
     config: ResolvedData,
     pieces: list[Piece],
     files: dict[str, int],
-    partial: Path,
+    folder: Path,
     mine: Iterable[int],
     sizes: Sizes,
 ) -> None:
     """Make those pieces that are not done. Raises `UserError`, also for too much damage."""
-    parts = [finished_part(partial, number) for number in range(len(pieces))]
+    parts = [finished_part(folder, number) for number in range(len(pieces))]
     damaged = [each for part in parts if part for each in part.damaged]
     mine = [number for number in mine if not parts[number]]
     source = parse_source(config.source)
@@ -221,11 +224,7 @@ def make_pieces(
     def blocks() -> Iterator[tuple[PieceWriter, Block | None]]:
         """Yield the blocks of pieces, each with its writer; None ends a piece."""
         for number in mine:
-            if not (partial / PLAN).exists():  # another process has made the folder complete
-                return
-            writer = PieceWriter(partial, number, dtype, sizes.shard_tokens)
-            if not (partial / PLAN).exists():  # while this one has waited
-                return
+            writer = PieceWriter(folder, number, dtype)
             if not writer.done:
                 for block in read_piece(pieces[number], source, sizes):
                     yield writer, block
@@ -242,7 +241,7 @@ def make_pieces(
             writer.add(encoded)
             bar.update(sum(part.read for part in block))
             damaged += encoded.damaged
-            check_damage(damaged, files, partial)
+            check_damage(damaged, files, folder)
 
 
 Submitted = tuple["PieceWriter", Block | None, "Future[Encoded] | None"]
@@ -309,69 +308,63 @@ class Part:
     damaged: list[Damaged] = field(default_factory=list)
 
 
+def part_file(folder: Path, number: int) -> Path:
+    """Return the file that says what has been made of a piece, once it is done."""
+    return folder / f"part-{number:05d}.json"
+
+
 def finished_part(folder: Path, number: int) -> Part | None:
     """Return what has been made of a piece; None if it is not done."""
-    file = folder / f"part-{number:05d}.json"
-    return make(Part, parse_json(read_text(file))) if file.exists() else None
+    try:
+        return make(Part, parse_json(read_text(part_file(folder, number))))
+    except FileNotFoundError:
+        return None
 
 
 class PieceWriter:
-    """Writes the shards of a piece, once no other process does."""
+    """Writes the shards of a piece, one of each split, once no other process does."""
 
-    def __init__(self, folder: Path, number: int, dtype: TokenDtype, shard_tokens: int) -> None:
+    def __init__(self, folder: Path, number: int, dtype: TokenDtype) -> None:
         """Raises `UserError` if another process does not let go of the piece."""
-        self.folder, self.number, self.shard_tokens = folder, number, shard_tokens
-        self.dtype, self.file = numpy_dtype(dtype), folder / f"part-{number:05d}.json"
+        self.folder, self.number, self.dtype = folder, number, numpy_dtype(dtype)
+        self.file = part_file(folder, number)
         doing = f"writing piece {number} of {folder}"
         self.lock = lock(self.file.with_suffix(".lock"), doing, LOCK_SECONDS)
-        self.done = self.file.exists()
+        self.done = self.file.exists() or has_manifest(folder)
         self.part = Part()
-        self.files: dict[str, DurableFile] = {}
-        self.hashes = {name: hashlib.sha256() for name in SPLITS}
+        self.shards: dict[str, tuple[DurableFile, hashlib._Hash]] = {}
 
     def add(self, encoded: Encoded) -> None:
         """Append the tokens of a block. Raises `OSError`."""
         for name, tokens in encoded.tokens.items():
+            split = self.part.splits[name]
             counts = encoded.documents[name], encoded.text[name], int(tokens.max(initial=0))
-            self.part.splits[name].add(Split(len(tokens), *counts))
-            while len(tokens):
-                tokens = self.append(name, tokens)
+            split.add(Split(len(tokens), *counts))
+            if len(tokens) and name not in self.shards:
+                split.shards = [Shard(f"{name}-{self.number:05d}.bin", 0)]
+                file = DurableFile(self.folder / split.shards[0].file)
+                self.shards[name] = file, hashlib.sha256()
+            if len(tokens):
+                data = tokens.astype(self.dtype, copy=False).tobytes()
+                file, digest = self.shards[name]
+                file.write(data)
+                digest.update(data)
         self.part.damaged += encoded.damaged
-
-    def append(self, name: str, tokens: np.ndarray) -> np.ndarray:
-        """Append tokens to the last shard of a split. Return those for which it has no room."""
-        shards = self.part.splits[name].shards
-        if name not in self.files:
-            file = f"{name}-{self.number:05d}-{len(shards):03d}.bin"
-            self.files[name] = DurableFile(self.folder / file)
-            self.hashes[name] = hashlib.sha256()
-            shards.append(Shard(file, 0))
-        some = tokens[: self.shard_tokens - shards[-1].tokens]
-        data = some.astype(self.dtype, copy=False).tobytes()
-        self.files[name].write(data)
-        self.hashes[name].update(data)
-        shards[-1].tokens += len(some)
-        if shards[-1].tokens == self.shard_tokens:
-            self.end_shard(name)
-        return tokens[len(some) :]
-
-    def end_shard(self, name: str) -> None:
-        """Make the last shard of a split durable."""
-        self.files.pop(name).close()
-        self.part.splits[name].shards[-1].sha256 = self.hashes[name].hexdigest()
 
     def close(self) -> None:
         """Make the piece durable and done, and let go of it. Raises `OSError`."""
         if not self.done:
-            for name in list(self.files):
-                self.end_shard(name)
+            for name, (file, digest) in self.shards.items():
+                file.close()
+                split = self.part.splits[name]
+                split.shards[0] = Shard(split.shards[0].file, split.tokens, digest.hexdigest())
             sync_folder(self.folder)
             write_durably(self.file, json.dumps(asdict(self.part)))
         if self.lock is not None:
             os.close(self.lock)
 
 
-def check_damage(damaged: list[Damaged], files: dict[str, int], partial: Path) -> str:
+def check_damage(damaged: list[Damaged], files: dict[str, int], folder: Path) -> str:
     """Return the damage of a corpus of files with so many bytes: "" if there is none.
 
     That is how many records and files, and where the first is. Raises `UserError` for too much.
@@ -388,7 +381,7 @@ def check_damage(damaged: list[Damaged], files: dict[str, int], partial: Path) -
         if found
     )
     if len(records) > DAMAGED_RECORDS or share > LOST_SHARE:
-        remove(partial)
+        take_back(folder)
         raise UserError(
             f"the corpus has {words}; at most {DAMAGED_RECORDS} records, and files of "
             f"{LOST_SHARE:.0%} of it, are left out: repair it, or name other files"
@@ -397,7 +390,7 @@ def check_damage(damaged: list[Damaged], files: dict[str, int], partial: Path) -
 
 
 def finish_folder(
-    config: ResolvedData, parts: list[Part], files: dict[str, int], partial: Path
+    config: ResolvedData, parts: list[Part], files: dict[str, int], folder: Path
 ) -> None:
     """Complete a folder whose pieces are all done, of files with so many bytes.
 
@@ -405,7 +398,7 @@ def finish_folder(
     after a kill.
     """
     damaged = [each for part in parts for each in part.damaged]
-    words = check_damage(damaged, files, partial)
+    words = check_damage(damaged, files, folder)
     splits = {name: Split() for name in SPLITS}
     for part in parts:
         for name, split in part.splits.items():
@@ -414,7 +407,7 @@ def finish_folder(
     dtype, around = smallest_dtype(tokenizer.vocab_size), len(tokenizer.before) + 1
     tokens = sum(split.tokens for split in splits.values())
     if tokens <= around:  # no more than begins and ends a document
-        remove(partial)
+        take_back(folder)
         found = words or f"{[*files, config.source][0]} is blank"
         raise UserError(f"the corpus has no text, and {found}: check data.source")
     if not all(split.tokens for split in splits.values()):
@@ -425,26 +418,14 @@ def finish_folder(
         whole = [shard for split in splits.values() for shard in split.shards]
         both = cut_end(whole, config.validation_fraction, dtype)
         size = sum(split.text_bytes for split in splits.values())
-        splits = {n: read_split(s, dtype, partial, tokenizer) for n, s in zip(SPLITS, both)}
+        splits = {n: read_split(s, dtype, folder, tokenizer) for n, s in zip(SPLITS, both)}
         train, validation = splits.values()
         train.text_bytes = size * train.tokens // tokens
         validation.text_bytes = size - train.text_bytes
     if damaged:
         lines = "".join(json.dumps(asdict(each)) + "\n" for each in damaged)
-        write_durably(partial / DAMAGED, lines)
+        write_durably(folder / DAMAGED, lines)
         say(f"left out {words}; all are in {DAMAGED} of {config.path}")
     manifest = make_manifest(config, tokenizer, dtype, splits)
     manifest.corpus = [*files]
-    write_manifest(partial, manifest)
-
-
-def rename_folder(partial: Path, folder: Path) -> None:
-    """Give a folder with a manifest its final name, without files that only its making needed."""
-    for pattern in NEEDED:
-        for file in partial.glob(pattern):
-            file.unlink()
-    with contextlib.suppress(FileNotFoundError):
-        folder.rmdir()  # it is empty
-    sync_folder(partial)
-    partial.rename(folder)
-    sync_folder(folder.parent)
+    write_manifest(folder, manifest)
