@@ -102,7 +102,7 @@ def test_columns_are_looked_at_before_any_work(tmp_path, monkeypatch, name):
     make, message = MISTAKES[name]
     write(tmp_path, "a.parquet")
     make(tmp_path)
-    monkeypatch.setattr(prepare, "make_pieces", None)
+    monkeypatch.setattr(prepare.Preparation, "make_pieces", None)
     with pytest.raises(UserError, match=f"data.source: .*{message}") as mistake:
         prepared(tmp_path)
     assert "\n" not in str(mistake.value) and not (tmp_path / "shards").exists()

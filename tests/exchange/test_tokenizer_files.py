@@ -17,7 +17,6 @@ from torchmars.core.errors import UserError
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.exchange.tokenizer_files import (
     byte_pair_tokenizer,
-    ends_of,
     special_tokens,
     tokenizer_files,
 )
@@ -155,9 +154,9 @@ def test_what_ends_a_text_by_the_model_beside_the_file_goes_along(
     tokenizer = load_tokenizer(str(tmp_path))
     tokenizer.copy_to(tmp_path / "copy")
     for each in (tokenizer, load_tokenizer(str(tmp_path / "copy"))):
-        assert each.ends_of_model == ends and ends_of(each) == [127, *ends]
-        assert each.ends == {127, *ends}  # where generation stops
-    assert ends_of(load_tokenizer("bytes")) == [256]
+        assert each.ends_of_model == ends
+        assert each.ends == [127, *ends]  # where generation stops
+    assert load_tokenizer("bytes").ends == [256]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])

@@ -19,7 +19,6 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torchmars.cluster.process import send_once_gone
 from torchmars.config import ResolvedData
@@ -38,7 +37,7 @@ from torchmars.core.files import (
 )
 from torchmars.core.words import counted
 from torchmars.data import foreign
-from torchmars.data.corpus import Piece, Sizes, corpus_pieces, read_piece, source_files
+from torchmars.data.corpus import Sizes, corpus_pieces, read_piece, source_files
 from torchmars.data.documents import Damaged, Encoded, Encoder, TextPart
 from torchmars.data.manifest import (
     SPLITS,
@@ -101,7 +100,7 @@ def prepare_task(
                 if unfinished:
                     foreign.index(config, folder)
         elif not has_manifest(folder):
-            make_shards(config, folder, task, tasks, sizes)
+            Preparation(config, sizes).make(task, tasks)
         if not has_manifest(folder):
             return None
         clear(folder, *NEEDED)
@@ -112,19 +111,157 @@ def prepare_task(
     return found
 
 
-def make_shards(config: ResolvedData, folder: Path, task: int, tasks: int, sizes: Sizes) -> None:
-    """Make a task's pieces, and the folder complete if all are done. Raises `UserError`."""
-    files, made_from = corpus_files(config)
-    pieces = corpus_pieces(parse_source(config.source), files, sizes)
-    with turn(folder) as unfinished:
-        if unfinished:
-            begin_folder(config, folder, made_from | asdict(sizes))
-    make_pieces(config, pieces, files, folder, range(task, len(pieces), tasks), sizes)
-    with turn(folder) as unfinished:
-        parts = [finished_part(folder, number) for number in range(len(pieces))]
-        done = [part for part in parts if part]
-        if unfinished and len(done) == len(parts):
-            finish_folder(config, done, files, folder)
+class Preparation:
+    """A corpus on its way to a folder of shards."""
+
+    def __init__(self, config: ResolvedData, sizes: Sizes) -> None:
+        """Find the files of the corpus and its pieces. Raises `UserError`."""
+        self.config, self.sizes, self.folder = config, sizes, Path(config.path)
+        self.source = parse_source(config.source)
+        self.tokenizer = load_tokenizer(config.tokenizer, config.begin_token)
+        self.dtype = smallest_dtype(self.tokenizer.vocab_size)
+        self.made_from = shard_settings(config, self.tokenizer) | asdict(sizes)
+        self.files: dict[str, int] = {}  # the bytes of each
+        for file in source_files(config):
+            with file_errors(f"cannot read {file} of the corpus"):
+                size, changed = size_and_time(file)
+            self.files[str(file)] = size
+            self.made_from[str(file)] = f"{size:,} bytes, written at {changed / 1e9}"
+        self.pieces = corpus_pieces(self.source, self.files, sizes)
+
+    def make(self, task: int, tasks: int) -> None:
+        """Make a task's pieces, and the folder complete if all are done. Raises `UserError`."""
+        with turn(self.folder) as unfinished:
+            if not unfinished:
+                return
+            self.begin_folder()
+        self.make_pieces(range(task, len(self.pieces), tasks))
+        with turn(self.folder) as unfinished:
+            done = [part for part in self.parts() if part]
+            if unfinished and len(done) == len(self.pieces):
+                self.finish_folder(done)
+
+    def begin_folder(self) -> None:
+        """Begin the folder, if it was not yet.
+
+        Raises `UserError` if it was begun from something else, or has other files.
+        """
+        plan = self.folder / PLAN
+        if plan.exists():
+            if differs := first_difference(parse_json(read_text(plan)), self.made_from):
+                raise UserError(
+                    f"{self.folder} was begun with {differs}: set it back, or remove the folder to "
+                    "start over"
+                )
+            return
+        for file in self.folder.glob("*"):
+            if not file.name.startswith(PLAN):
+                raise UserError(
+                    f"{self.folder} holds {file.name}, but no manifest.json or {PLAN}: move it "
+                    "away, or set data.path to another folder"
+                )
+        self.tokenizer.encode_batch(["a"])  # its files are there
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_durably(plan, json.dumps(self.made_from))
+
+    def parts(self) -> "list[Part | None]":
+        """Return what has been made of each piece; None of those that are not done."""
+        return [finished_part(self.folder, number) for number in range(len(self.pieces))]
+
+    def make_pieces(self, mine: Iterable[int]) -> None:
+        """Make those pieces that are not done. Raises `UserError`, also for too much damage."""
+        config, source, parts = self.config, self.source, self.parts()
+        damaged = [each for part in parts if part for each in part.damaged]
+        mine = [number for number in mine if not parts[number]]
+        named = config.tokenizer, config.begin_token
+        fraction, longest = config.validation_fraction, self.sizes.document
+        encoder = Encoder(source.kind, source.field, *named, fraction, longest)
+        total = sum(each.size for number in mine for each in self.pieces[number])
+        processes = config.processes or own_cores()
+        if source.kind != "hf":  # no more than there are blocks
+            processes = max(1, min(processes, -(-total // self.sizes.block)))
+        what = f"tokenising {config.source} ({config.tokenizer})"
+        unit = " shards" if source.kind == "hf" else "B"
+        with progress_bar(what, total, unit) as bar, start_pool(encoder, processes) as submit:
+            for writer, block, future in in_order(self.blocks(mine), submit, AHEAD * processes):
+                if block is None or future is None:
+                    writer.close()
+                    continue
+                encoded = future.result()
+                writer.add(encoded)
+                bar.update(sum(part.read for part in block))
+                damaged += encoded.damaged
+                self.check_damage(damaged)
+
+    def blocks(self, numbers: Iterable[int]) -> Iterator[tuple["PieceWriter", Block | None]]:
+        """Yield the blocks of pieces, each with its writer; None ends a piece."""
+        for number in numbers:
+            writer = PieceWriter(self.folder, number, self.dtype)
+            if not writer.done:
+                for block in read_piece(self.pieces[number], self.source, self.sizes):
+                    yield writer, block
+            yield writer, None
+
+    def check_damage(self, damaged: list[Damaged]) -> str:
+        """Return the damage of the corpus in words: "" if there is none.
+
+        That is how many records and files, and where the first is. Raises `UserError` for too much.
+        Then nothing is kept: what is repaired has another size or time.
+        """
+        records, rests = ([each for each in damaged if each.rest == rest] for rest in (False, True))
+        lost = sum(self.files.get(name, 0) for name in {each.file for each in rests})
+        share = lost / max(1, sum(self.files.values()))
+        whole = f" that cannot be read to the end, {share:.2%} of it all"
+        words = " and ".join(
+            f"{counted(len(found), what)}{more} (the first: {found[0].file}, {found[0].place}: "
+            f"{found[0].reason})"
+            for found, what, more in ((records, "damaged record", ""), (rests, "file", whole))
+            if found
+        )
+        if len(records) > DAMAGED_RECORDS or share > LOST_SHARE:
+            take_back(self.folder)
+            raise UserError(
+                f"the corpus has {words}; at most {DAMAGED_RECORDS} records, and files of "
+                f"{LOST_SHARE:.0%} of it, are left out: repair it, or name other files"
+            )
+        return words
+
+    def finish_folder(self, parts: "list[Part]") -> None:
+        """Complete the folder, whose pieces are all done. It can be called again after a kill.
+
+        Raises `UserError` for a corpus without text, and for too much damage.
+        """
+        config, folder = self.config, self.folder
+        damaged = [each for part in parts for each in part.damaged]
+        words = self.check_damage(damaged)
+        splits = {name: Split() for name in SPLITS}
+        for part in parts:
+            for name, split in part.splits.items():
+                splits[name].add(split)
+        tokens = sum(split.tokens for split in splits.values())
+        if tokens <= len(self.tokenizer.before) + 1:  # no more than begins and ends a document
+            take_back(folder)
+            found = words or f"{[*self.files, config.source][0]} is blank"
+            raise UserError(f"the corpus has no text, and {found}: check data.source")
+        if not all(split.tokens for split in splits.values()):
+            say(
+                "too few documents to split by document: the last "
+                f"{100 * config.validation_fraction:g}% of the tokens is the validation split"
+            )
+            whole = [shard for split in splits.values() for shard in split.shards]
+            both = cut_end(whole, config.validation_fraction, self.dtype)
+            size = sum(split.text_bytes for split in splits.values())
+            train, validation = (read_split(s, self.dtype, folder, self.tokenizer) for s in both)
+            train.text_bytes = size * train.tokens // tokens
+            validation.text_bytes = size - train.text_bytes
+            splits = dict(zip(SPLITS, (train, validation)))
+        if damaged:
+            lines = "".join(json.dumps(asdict(each)) + "\n" for each in damaged)
+            write_durably(folder / DAMAGED, lines)
+            say(f"left out {words}; all are in {DAMAGED} of {config.path}")
+        manifest = make_manifest(config, self.tokenizer, self.dtype, splits)
+        manifest.corpus = [*self.files]
+        write_manifest(folder, manifest)
 
 
 def lock_of(folder: Path) -> Path:
@@ -159,89 +296,6 @@ def take_back(folder: Path) -> None:
     clear(folder, *MADE, *NEEDED)
     with contextlib.suppress(OSError):  # files of others are in it
         folder.rmdir()
-
-
-def corpus_files(config: ResolvedData) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the bytes of each file of the corpus, and what shards depend on, by name.
-
-    Raises `UserError`.
-    """
-    tokenizer = load_tokenizer(config.tokenizer, config.begin_token)
-    files, made_from = {}, shard_settings(config, tokenizer)
-    for file in source_files(config):
-        with file_errors(f"cannot read {file} of the corpus"):
-            files[str(file)], changed = size_and_time(file)
-        made_from[str(file)] = f"{files[str(file)]:,} bytes, written at {changed / 1e9}"
-    return files, made_from
-
-
-def begin_folder(config: ResolvedData, folder: Path, made_from: dict[str, Any]) -> None:
-    """Begin a folder, if it was not yet.
-
-    Raises `UserError` if it was begun from something else, or has other files.
-    """
-    plan = folder / PLAN
-    if plan.exists():
-        if differs := first_difference(parse_json(read_text(plan)), made_from):
-            raise UserError(
-                f"{folder} was begun with {differs}: set it back, or remove the folder to start "
-                "over"
-            )
-        return
-    for file in folder.glob("*"):
-        if not file.name.startswith(PLAN):
-            raise UserError(
-                f"{folder} holds {file.name}, but no manifest.json or {PLAN}: move it away, or set "
-                "data.path to another folder"
-            )
-    load_tokenizer(config.tokenizer).encode_batch(["a"])  # its files are there
-    folder.mkdir(parents=True, exist_ok=True)
-    write_durably(plan, json.dumps(made_from))
-
-
-def make_pieces(
-    config: ResolvedData,
-    pieces: list[Piece],
-    files: dict[str, int],
-    folder: Path,
-    mine: Iterable[int],
-    sizes: Sizes,
-) -> None:
-    """Make those pieces that are not done. Raises `UserError`, also for too much damage."""
-    parts = [finished_part(folder, number) for number in range(len(pieces))]
-    damaged = [each for part in parts if part for each in part.damaged]
-    mine = [number for number in mine if not parts[number]]
-    source = parse_source(config.source)
-    named = config.tokenizer, config.begin_token
-    fraction = config.validation_fraction
-    encoder = Encoder(source.kind, source.field, *named, fraction, sizes.document)
-    dtype = smallest_dtype(load_tokenizer(config.tokenizer).vocab_size)
-    total = sum(each.size for number in mine for each in pieces[number])
-    processes = config.processes or own_cores()
-    if source.kind != "hf":  # no more than there are blocks
-        processes = max(1, min(processes, -(-total // sizes.block)))
-
-    def blocks() -> Iterator[tuple[PieceWriter, Block | None]]:
-        """Yield the blocks of pieces, each with its writer; None ends a piece."""
-        for number in mine:
-            writer = PieceWriter(folder, number, dtype)
-            if not writer.done:
-                for block in read_piece(pieces[number], source, sizes):
-                    yield writer, block
-            yield writer, None
-
-    what = f"tokenising {config.source} ({config.tokenizer})"
-    unit = " shards" if source.kind == "hf" else "B"
-    with progress_bar(what, total, unit) as bar, start_pool(encoder, processes) as submit:
-        for writer, block, future in in_order(blocks(), submit, AHEAD * processes):
-            if block is None or future is None:
-                writer.close()
-                continue
-            encoded = future.result()
-            writer.add(encoded)
-            bar.update(sum(part.read for part in block))
-            damaged += encoded.damaged
-            check_damage(damaged, files, folder)
 
 
 Submitted = tuple["PieceWriter", Block | None, "Future[Encoded] | None"]
@@ -340,13 +394,13 @@ class PieceWriter:
             split = self.part.splits[name]
             counts = encoded.documents[name], encoded.text[name], int(tokens.max(initial=0))
             split.add(Split(len(tokens), *counts))
-            if len(tokens) and name not in self.shards:
-                split.shards = [Shard(f"{name}-{self.number:05d}.bin", 0)]
-                file = DurableFile(self.folder / split.shards[0].file)
-                self.shards[name] = file, hashlib.sha256()
             if len(tokens):
-                data = tokens.astype(self.dtype, copy=False).tobytes()
+                if name not in self.shards:
+                    split.shards = [Shard(f"{name}-{self.number:05d}.bin", 0)]
+                    file = DurableFile(self.folder / split.shards[0].file)
+                    self.shards[name] = file, hashlib.sha256()
                 file, digest = self.shards[name]
+                data = tokens.astype(self.dtype, copy=False).tobytes()
                 file.write(data)
                 digest.update(data)
         self.part.damaged += encoded.damaged
@@ -362,70 +416,3 @@ class PieceWriter:
             write_durably(self.file, json.dumps(asdict(self.part)))
         if self.lock is not None:
             os.close(self.lock)
-
-
-def check_damage(damaged: list[Damaged], files: dict[str, int], folder: Path) -> str:
-    """Return the damage of a corpus of files with so many bytes: "" if there is none.
-
-    That is how many records and files, and where the first is. Raises `UserError` for too much.
-    Then nothing is kept: what is repaired has another size or time.
-    """
-    records, rests = ([each for each in damaged if each.rest == rest] for rest in (False, True))
-    lost = sum(files.get(name, 0) for name in {each.file for each in rests})
-    share = lost / max(1, sum(files.values()))
-    whole = f" that cannot be read to the end, {share:.2%} of it all"
-    words = " and ".join(
-        f"{counted(len(found), what)}{more} (the first: {found[0].file}, {found[0].place}: "
-        f"{found[0].reason})"
-        for found, what, more in ((records, "damaged record", ""), (rests, "file", whole))
-        if found
-    )
-    if len(records) > DAMAGED_RECORDS or share > LOST_SHARE:
-        take_back(folder)
-        raise UserError(
-            f"the corpus has {words}; at most {DAMAGED_RECORDS} records, and files of "
-            f"{LOST_SHARE:.0%} of it, are left out: repair it, or name other files"
-        )
-    return words
-
-
-def finish_folder(
-    config: ResolvedData, parts: list[Part], files: dict[str, int], folder: Path
-) -> None:
-    """Complete a folder whose pieces are all done, of files with so many bytes.
-
-    Raises `UserError` for a corpus without text, and for too much damage. It can be called again
-    after a kill.
-    """
-    damaged = [each for part in parts for each in part.damaged]
-    words = check_damage(damaged, files, folder)
-    splits = {name: Split() for name in SPLITS}
-    for part in parts:
-        for name, split in part.splits.items():
-            splits[name].add(split)
-    tokenizer = load_tokenizer(config.tokenizer, config.begin_token)
-    dtype, around = smallest_dtype(tokenizer.vocab_size), len(tokenizer.before) + 1
-    tokens = sum(split.tokens for split in splits.values())
-    if tokens <= around:  # no more than begins and ends a document
-        take_back(folder)
-        found = words or f"{[*files, config.source][0]} is blank"
-        raise UserError(f"the corpus has no text, and {found}: check data.source")
-    if not all(split.tokens for split in splits.values()):
-        say(
-            f"too few documents to split by document: the last {100 * config.validation_fraction:g}"
-            "% of the tokens is the validation split"
-        )
-        whole = [shard for split in splits.values() for shard in split.shards]
-        both = cut_end(whole, config.validation_fraction, dtype)
-        size = sum(split.text_bytes for split in splits.values())
-        splits = {n: read_split(s, dtype, folder, tokenizer) for n, s in zip(SPLITS, both)}
-        train, validation = splits.values()
-        train.text_bytes = size * train.tokens // tokens
-        validation.text_bytes = size - train.text_bytes
-    if damaged:
-        lines = "".join(json.dumps(asdict(each)) + "\n" for each in damaged)
-        write_durably(folder / DAMAGED, lines)
-        say(f"left out {words}; all are in {DAMAGED} of {config.path}")
-    manifest = make_manifest(config, tokenizer, dtype, splits)
-    manifest.corpus = [*files]
-    write_manifest(folder, manifest)

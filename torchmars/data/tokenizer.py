@@ -24,23 +24,12 @@ if TYPE_CHECKING:
 VocabularySize = Annotated[int, Interval(1, 10_000_000)]
 TokenDtype = Literal["uint16", "uint32"]
 # Tokens that end a document in tokenizers that name none, likeliest first.
-ENDS_OF_TEXT = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "[EOS]",
-    "<｜end▁of▁sentence｜>",
-)
+ENDS_OF_TEXT = "<|endoftext|> <|end_of_text|> </s> <eos> [EOS] <｜end▁of▁sentence｜>".split()
 # Vocabulary and end of text of an encoding that needs no BPE files where no text is read.
 KNOWN = {"gpt2": (50257, 50256)}
 # The files of a model that name the ends of its texts. The first that does counts.
 GENERATION = "generation_config.json"
 NAMING_ENDS = (GENERATION, "config.json")
-# The id of each token that is not special: of two pairs, the lower one is merged first. Then the
-# regular expression of the pieces of text that are encoded apart, if any are, and the ids of
-# special tokens.
-BytePairs = tuple[dict[bytes, int], str | None, dict[str, int]]
 
 
 class Unencodable(UserError):
@@ -83,9 +72,9 @@ class Tokenizer(Protocol):
         return self.end_of_text if self.begin_token is None else self.begin_token
 
     @property
-    def ends(self) -> frozenset[int]:
-        """The ids that end a model's text."""
-        return frozenset({self.end_of_text})
+    def ends(self) -> list[int]:
+        """The ids that end a model's text, first the one that ends a document."""
+        return [self.end_of_text]
 
     def number(self, token: str) -> int | None:
         """Return the id of a token by its name in the vocabulary; None if there is none."""
@@ -104,28 +93,18 @@ class Tokenizer(Protocol):
         """
 
 
-class BytePairTokenizer(Tokenizer, Protocol):
-    """A tokenizer each of whose tokens stands for some bytes."""
-
-    def byte_pairs(self) -> BytePairs:
-        """Return how it makes tokens of bytes."""
-
-    def number(self, token: str) -> int | None:
-        """Return the id of a special token, or of the token of these letters."""
-        ranks, _, special = self.byte_pairs()
-        return special.get(token, ranks.get(token.encode(errors="surrogatepass")))
-
-
-class ByteTokenizer(BytePairTokenizer):
+class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte, and one that ends a document."""
 
     name = "bytes"
     vocab_size = 257
     end_of_text = 256
 
-    def byte_pairs(self) -> BytePairs:
-        ranks = {bytes([byte]): byte for byte in range(256)}  # nothing is merged, or encoded apart
-        return ranks, None, {ENDS_OF_TEXT[0]: self.end_of_text}
+    def number(self, token: str) -> int | None:
+        if token == ENDS_OF_TEXT[0]:
+            return self.end_of_text
+        content = token.encode(errors="surrogatepass")
+        return content[0] if len(content) == 1 else None
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
@@ -136,14 +115,15 @@ class ByteTokenizer(BytePairTokenizer):
         return [np.frombuffer(each, dtype=np.uint8).astype(np.uint16) for each in encoded]
 
 
-class TiktokenTokenizer(BytePairTokenizer):
+class TiktokenTokenizer(Tokenizer):
     """A byte-pair encoding of tiktoken, by its name there."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     @cached_property
-    def _encoding(self) -> "tiktoken.Encoding":
+    def encoding(self) -> "tiktoken.Encoding":
+        """tiktoken's own, of which its files are read. Raises `UserError`."""
         import tiktoken  # takes a while, and not every run needs it
 
         try:
@@ -156,23 +136,23 @@ class TiktokenTokenizer(BytePairTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        return KNOWN[self.name][0] if self.name in KNOWN else self._encoding.n_vocab
+        return KNOWN[self.name][0] if self.name in KNOWN else self.encoding.n_vocab
 
     @property
     def end_of_text(self) -> int:
-        return KNOWN[self.name][1] if self.name in KNOWN else self._encoding.eot_token
+        return KNOWN[self.name][1] if self.name in KNOWN else self.encoding.eot_token
 
-    def byte_pairs(self) -> BytePairs:
-        """Return private parts of tiktoken, which had the same names since its first version."""
-        found = self._encoding
-        return found._mergeable_ranks, found._pat_str, found._special_tokens
+    def number(self, token: str) -> int | None:
+        with contextlib.suppress(KeyError, UnicodeEncodeError):
+            return self.encoding.encode_single_token(token)
+        return None
 
     def decode(self, tokens: list[int]) -> str:
         parts = []
         for token in tokens:
             with contextlib.suppress(KeyError):  # an id without text
-                if not self._encoding.is_special_token(token):
-                    parts.append(self._encoding.decode_single_token_bytes(token))
+                if not self.encoding.is_special_token(token):
+                    parts.append(self.encoding.decode_single_token_bytes(token))
         return b"".join(parts).decode(errors="replace")
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -187,11 +167,11 @@ class TiktokenTokenizer(BytePairTokenizer):
         special tokens out of a text, and refuses half of a surrogate pair. `encode_ordinary` is not
         called: where it gives up, it prints a traceback.
         """
-        special = any(token in text for token in self._encoding.special_tokens_set)
+        special = any(token in text for token in self.encoding.special_tokens_set)
         if special or not text or not is_text(text):
-            found = self._encoding.encode(text, disallowed_special=())
+            found = self.encoding.encode(text, disallowed_special=())
             return np.array(found, dtype=np.uint32)
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
 
 
 class FileTokenizer(Tokenizer):
@@ -208,21 +188,18 @@ class FileTokenizer(Tokenizer):
         self.sha256: str | None = hashlib.sha256(self._content).hexdigest()
 
     @property
-    def _tokenizer(self) -> "tokenizers.Tokenizer":
+    def package_tokenizer(self) -> "tokenizers.Tokenizer":
+        """The one of the package tokenizers. Raises `UserError` if the file is no tokenizer."""
         return parsed(self.path, self._content)
 
     @cached_property
     def vocab_size(self) -> int:
-        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        return 1 + max(self.package_tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
 
     @property
     def text(self) -> str:
         """The content of the tokenizer.json."""
         return self._content.decode()
-
-    def token(self, number: int) -> str:
-        """Return the token of an id that there is."""
-        return str(self._tokenizer.id_to_token(number))
 
     @cached_property
     def end_of_text(self) -> int:
@@ -238,7 +215,7 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def put_before(self) -> list[int]:
-        own = self._tokenizer  # it says what to install, where the package is missing
+        own = self.package_tokenizer  # it says what to install, where the package is missing
         from tokenizers import Tokenizer, models
 
         # A token of another tokenizer, so that no text and no vocabulary plays a part.
@@ -247,7 +224,7 @@ class FileTokenizer(Tokenizer):
         return whole.ids[: [*whole.special_tokens_mask, 0].index(0)]
 
     def number(self, token: str) -> int | None:
-        return self._tokenizer.token_to_id(token) if is_text(token) else None
+        return self.package_tokenizer.token_to_id(token) if is_text(token) else None
 
     def named(self, setting: str) -> str | None:
         """Return the token that a setting names, as a text or as a table; None if it names none."""
@@ -272,9 +249,9 @@ class FileTokenizer(Tokenizer):
             raise UserError(f"data.tokenizer: cannot read {file} ({error}): restore it") from None
 
     @cached_property
-    def ends(self) -> frozenset[int]:
+    def ends(self) -> list[int]:
         """The end token of documents here, and the end tokens of the model a run started from."""
-        return frozenset({self.end_of_text, *self.ends_of_model})
+        return [*dict.fromkeys([self.end_of_text, *self.ends_of_model])]
 
     @cached_property
     def ends_of_model(self) -> list[int]:
@@ -298,11 +275,13 @@ class FileTokenizer(Tokenizer):
         dtype = smallest_dtype(self.vocab_size)
         with package_errors(f"{self.path} cannot encode a text"):
             # Not its encode_batch, which takes all cores.
-            found = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            found = [
+                self.package_tokenizer.encode(text, add_special_tokens=False) for text in texts
+            ]
         return [np.array(each.ids, dtype=dtype) for each in found]
 
     def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.package_tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 @lru_cache(maxsize=4)  # a run asks for its tokenizer in several places

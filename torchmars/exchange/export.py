@@ -15,7 +15,7 @@ from torchmars.core.files import PARTIAL, sync_folder, write_durably
 from torchmars.data.tokenizer import GENERATION
 from torchmars.exchange.families import to_config
 from torchmars.exchange.saved_model import CONFIG, SavedModel
-from torchmars.exchange.tokenizer_files import ends_of, special_tokens, tokenizer_files
+from torchmars.exchange.tokenizer_files import special_tokens, tokenizer_files
 from torchmars.exchange.weights import FILE_BYTES, tensors_there, write_weights
 from torchmars.models import Model
 from torchmars.models.deepseek import Deepseek
@@ -91,7 +91,7 @@ def texts_of(saved: SavedModel, dtype: str) -> dict[str, str]:
     """Return the texts of all files but the weights, by name."""
     model, config, tokenizer = saved.model, saved.config, saved.tokenizer
     special = special_tokens(tokenizer)
-    ends = [end for end in ends_of(tokenizer) if end < tokenizer.vocab_size]
+    ends = [end for end in tokenizer.ends if end < tokenizer.vocab_size]
     ids = {"bos_token_id": special["bos_token"], "eos_token_id": ends if ends[1:] else ends[0]}
     # Rows past the vocabulary are padding.
     padding = list(range(tokenizer.vocab_size, model.vocab_rows))

@@ -1,12 +1,11 @@
 """Tokenizers of folders of Hugging Face's transformers: those that are read, and files to write."""
 
 import json
-from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torchmars.core.errors import needs_package
-from torchmars.data.tokenizer import ByteTokenizer, FileTokenizer, TiktokenTokenizer, Tokenizer
+from torchmars.data.tokenizer import ENDS_OF_TEXT, FileTokenizer, TiktokenTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,9 +31,9 @@ class FolderTokenizer(FileTokenizer):
         return self.end_of_text if number is None else number
 
     @cached_property
-    def ends(self) -> frozenset[int]:
+    def ends(self) -> list[int]:
         """What generation_config.json names, or else config.json, or else the tokenizer."""
-        return frozenset(self.ends_of_model or [self.end_of_text])
+        return self.ends_of_model or [self.end_of_text]
 
 
 def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
@@ -44,19 +43,17 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     not. Raises `UserError` if the package that writes the files is missing.
     """
     kept: dict[str, Any] = {}
-    token: Callable[[int], str | None]
     if isinstance(tokenizer, FileTokenizer):
-        text, token = tokenizer.text, tokenizer.token
+        text, built = tokenizer.text, tokenizer.package_tokenizer
         kept = {key: value for key, value in tokenizer.settings.items() if key != "auto_map"}
     else:
-        assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
-        built = byte_pair_tokenizer(*tokenizer.byte_pairs())
-        text, token = built.to_str(pretty=True), built.id_to_token
+        built = byte_pair_tokenizer(*byte_pairs(tokenizer))
+        text = built.to_str(pretty=True)
     config = {
         "clean_up_tokenization_spaces": False,
         **kept,
         **{
-            name: None if number is None else token(number)
+            name: None if number is None else built.id_to_token(number)
             for name, number in special_tokens(tokenizer).items()
         },
         "tokenizer_class": "PreTrainedTokenizerFast",  # of tokenizer.json alone, and no code
@@ -64,7 +61,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     }
     begin = tokenizer.begin_token
     if begin is not None and tokenizer.put_before != [begin]:
-        text = begun(text, str(token(begin)), begin)
+        text = begun(text, str(built.id_to_token(begin)), begin)
     return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 
@@ -101,16 +98,19 @@ def begun(text: str, token: str, begin: int) -> str:
     return json.dumps(json.loads(text) | {"post_processor": template}, indent=2, ensure_ascii=False)
 
 
-def ends_of(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that end a text that is generated, first the one that ends documents."""
-    others = tokenizer.ends_of_model if isinstance(tokenizer, FileTokenizer) else []
-    return [*dict.fromkeys([tokenizer.end_of_text, *others])]
+def byte_pairs(tokenizer: Tokenizer) -> tuple[dict[bytes, int], str | None, dict[str, int]]:
+    """Return what `byte_pair_tokenizer` makes a tokenizer of bytes or of tiktoken from."""
+    if isinstance(tokenizer, TiktokenTokenizer):
+        found = tokenizer.encoding  # these private parts had the same names since its first version
+        return found._mergeable_ranks, found._pat_str, found._special_tokens
+    ranks = {bytes([byte]): byte for byte in range(256)}  # nothing is merged, or encoded apart
+    return ranks, None, {ENDS_OF_TEXT[0]: tokenizer.end_of_text}
 
 
 def byte_pair_tokenizer(
     ranks: dict[bytes, int], pattern: str | None, special: dict[str, int]
 ) -> "tokenizers.Tokenizer":
-    """Return the tokenizer of the byte-pair encoding that tiktoken describes by `ranks`.
+    """Return a byte-pair encoding, of whose tokens those of lower `ranks` are merged first.
 
     `pattern` cuts a text into pieces that are encoded apart; None: none are.
     """
