@@ -25,6 +25,7 @@ import math
 import os
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -255,26 +256,22 @@ class WholeDocuments:
     """The whole documents of a shard that are not packed yet, by length."""
 
     def __init__(self, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> None:
-        self.order = np.argsort(lengths, kind="stable")
-        self.starts, self.lengths, self.seq_len = starts, lengths, seq_len
-        short = lengths[lengths <= seq_len]
-        self.left, self.short = len(lengths), len(short)
-        self.long = self.left - self.short
-        self.counts: list[int] = np.bincount(short, minlength=seq_len + 1).tolist()
-        self.firsts: list[int] = np.cumsum([0, *self.counts]).tolist()
+        self.seq_len, self.left = seq_len, len(lengths)
+        self.starts = defaultdict[int, list[int]](list)
+        for start, length in zip(starts.tolist(), lengths.tolist()):
+            self.starts[length].append(start)
+        self.long = sorted(length for length in self.starts if length > seq_len)
         # Sets of lengths as the bits of an integer, whose operations are fast: bit n of `present`
         # says whether there is a document of length n, and bit seq_len - n of `mirrored` too.
         self.present = self.mirrored = 0
-        for length, count in enumerate(self.counts):
-            if count:
+        for length in self.starts:
+            if length <= seq_len:
                 self._toggle(length)
 
     @property
     def longest(self) -> int:
         """The length of the longest document that is left."""
-        if self.long:
-            return int(self.lengths[self.order[self.short + self.long - 1]])
-        return self.present.bit_length() - 1
+        return self.long[-1] if self.long else self.present.bit_length() - 1
 
     def best_fit(self, gap: int) -> int:
         """Return the length of the document to put into a gap; 0 if none fits.
@@ -286,23 +283,21 @@ class WholeDocuments:
             return gap
         pairs = self.present & self.mirrored >> (self.seq_len - gap)
         half, odd = divmod(gap, 2)
-        if not odd and self.counts[half] == 1:
+        if not odd and len(self.starts[half]) == 1:
             pairs &= ~(1 << half)
         fitting = pairs or self.present & (1 << gap) - 1
         return max(0, fitting.bit_length() - 1)
 
     def take(self, length: int) -> Span:
         """Take out a document of a length; return its inputs."""
-        if length > self.seq_len:
-            self.long -= 1
-            place = self.order[self.short + self.long]
-        else:
-            self.counts[length] -= 1
-            place = self.order[self.firsts[length] + self.counts[length]]
-            if not self.counts[length]:
+        start = self.starts[length].pop()
+        if not self.starts[length]:
+            if length > self.seq_len:
+                self.long.pop()
+            else:
                 self._toggle(length)
         self.left -= 1
-        return int(self.starts[place]), length
+        return start, length
 
     def _toggle(self, length: int) -> None:
         self.present ^= 1 << length
@@ -351,11 +346,6 @@ class Mixture:
     def vocab_size(self) -> int:
         """The vocabulary of the tokenizer, which all parts share."""
         return self.parts[0].manifest.vocab_size
-
-    @property
-    def tokenizer_sha256(self) -> str | None:
-        """The SHA-256 of the file of that tokenizer; None for one that has a name."""
-        return self.parts[0].manifest.tokenizer_sha256
 
     @property
     def weights(self) -> list[float]:

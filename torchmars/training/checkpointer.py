@@ -254,7 +254,7 @@ class Checkpointer:
             validation_loss=state.validation_loss,
             recent_losses=list(state.recent_losses),
             shares=state.shares,
-            tokenizer_sha256=self.data.tokenizer_sha256,
+            tokenizer_sha256=self.data.parts[0].manifest.tokenizer_sha256,
         )
 
     def _tensors(self) -> dict[str, Tensor]:
