@@ -27,6 +27,7 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, open_file
 from torchmars.core.words import counted
+from torchmars.data.corpus import matching_files
 from torchmars.data.manifest import (
     Shard,
     cut_end,
@@ -39,7 +40,7 @@ from torchmars.data.progress_bar import progress_bar
 from torchmars.data.tokenizer import TokenDtype, load_tokenizer
 
 # The last of these words in a file's name tells its split.
-SPLIT_WORDS = re.compile(r"(?<![a-z])(train|val|valid|validation|test)(?![a-z])")
+SPLIT_WORDS = re.compile(r"(?<![a-z])(train|val|test)(?:id|idation)?(?![a-z])")
 LLMC_HEADER = 256 * 4  # bytes
 # By magic number and version.
 LLMC_KINDS: dict[tuple[int, ...], TokenDtype] = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
@@ -105,28 +106,25 @@ def find_files(config: ResolvedData) -> tuple[list[Path], list[Path]]:
         for pattern in config.validation_files
         for file in token_files(pattern, source.kind, "data.validation_files")
     }
-    place = os.path.expanduser(source.glob)
-    is_folder = os.path.isdir(place)
-    splits: dict[str, list[Path]] = {"t": [], "v": [*held], "other": []}
+    is_folder = os.path.isdir(os.path.expanduser(source.glob))
+    # There may be other files in a folder of nanoGPT's or llm.c's.
+    unnamed = "test" if is_folder and source.kind != "megatron" else "train"
+    splits: dict[str, list[Path]] = {"train": [], "val": [*held], "test": []}
     for file in token_files(source.glob, source.kind, "data.source"):
-        words = SPLIT_WORDS.findall(file.name.lower())
-        # There may be other files in a folder of nanoGPT's or llm.c's.
-        split = "other" if is_folder and source.kind != "megatron" else "t"
-        if words and (is_folder or glob.has_magic(place)):
-            split = "other" if words[-1] == "test" else words[-1][0]
+        several = is_folder or glob.has_magic(source.glob)
+        words = SPLIT_WORDS.findall(file.name.lower()) if several else ["train"]
         if file not in held:
-            splits[split].append(file)
-    if others := splits["other"]:
+            splits[(words or [unnamed])[-1]].append(file)
+    if others := splits["test"]:
         say(
             f"left out {counted(len(others), 'file')} whose names say neither train nor val (the "
             f"first: {others[0]}): name those to read outright or in data.validation_files"
         )
-    if not splits["t"]:
+    if not splits["train"]:
         raise UserError(
-            f'data.source = "{config.source}" finds no tokens to train on: name other files of '
-            "tokens"
+            f'data.source = "{config.source}" finds no tokens to train on: name other files'
         )
-    return splits["t"], sorted(splits["v"])
+    return splits["train"], sorted(splits["val"])
 
 
 def token_files(pattern: str, kind: str, option: str) -> list[Path]:
@@ -136,12 +134,7 @@ def token_files(pattern: str, kind: str, option: str) -> list[Path]:
         place = os.path.join(glob.escape(place), "*.bin")
     elif kind == "megatron":
         place = place.removesuffix(".idx").removesuffix(".bin") + ".bin"
-    found = [place] if os.path.lexists(place) else glob.glob(place, recursive=True)
-    if not found:
-        raise UserError(
-            f"{option}: {pattern!r} names no file of tokens: paths count from {os.getcwd()}"
-        )
-    return sorted(Path(os.path.abspath(file)) for file in found)
+    return [Path(os.path.abspath(file)) for file in matching_files(place, kind, option)]
 
 
 def nanogpt_tokens(file: Path) -> Found:
