@@ -22,7 +22,7 @@ from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
 from torchmars.data.corpus import Sizes, load_dataset
-from torchmars.data.documents import Encoder, TextPart
+from torchmars.data.documents import Encoder
 from torchmars.data.manifest import check_shards, read_manifest
 from torchmars.data.prepare import prepare_task, start_pool
 from torchmars.data.progress_bar import progress_bar
@@ -187,7 +187,7 @@ def test_a_start_with_another_plan_is_one_line(config, tmp_path):
 
 
 def block_of(*texts):
-    return [TextPart("a.txt", "line", [*enumerate(map(str.encode, texts), 1)])]
+    return [("a.txt", "line", *each) for each in enumerate(map(str.encode, texts), 1)]
 
 
 ENCODER = Encoder("text", "text", "bytes", "none", 0.1, 2**20)

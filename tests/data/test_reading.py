@@ -22,7 +22,7 @@ from torchmars.data.corpus import (
     text_ranges,
     told_at_end,
 )
-from torchmars.data.documents import Damage, Encoder, TextPart, decode
+from torchmars.data.documents import Damage, Encoder, decode
 
 LONGEST = 60
 SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0mars"  # a frame of zstd without content
@@ -64,8 +64,8 @@ def blocks_of(piece, kind, block=2**21, document=LONGEST):
 
 def found_in(piece, kind, block=2**21):
     """The records of a piece; one that is damaged is None."""
-    parts = [part for each in blocks_of(piece, kind, block) for part in each]
-    found = [None if isinstance(each, Damage) else each for p in parts for _, each in p.records]
+    records = [record for each in blocks_of(piece, kind, block) for *_, record in each]
+    found = [None if isinstance(each, Damage) else each for each in records]
     found = [None if each and len(each) > LONGEST else each for each in found]
     return [each for each in found if each is None or each.strip()]
 
@@ -153,8 +153,8 @@ def test_the_first_bytes_say_how_a_file_is_compressed_not_its_name(tmp_path, nam
 )
 def test_a_file_that_cannot_be_read_to_its_end_is_told_as_one(tmp_path, content, reason):
     (tmp_path / "a.txt").write_bytes(content)
-    [[part]] = blocks_of([Input(str(tmp_path / "a.txt"), len(content))], "text")
-    [damage] = encoder("text").encode([part]).damaged
+    [block] = blocks_of([Input(str(tmp_path / "a.txt"), len(content))], "text")
+    [damage] = encoder("text").encode(block).damaged
     assert damage.rest and damage.place == "line 1" and reason in damage.reason
 
 
@@ -178,10 +178,10 @@ def test_a_bomb_takes_no_memory(tmp_path, pack):
     file = tmp_path / "a.txt"
     file.write_bytes(BOMBS[pack]())
     tracemalloc.start()
-    [[part]] = blocks_of([Input(str(file), file.stat().st_size)], "text", document=2**20)
+    [block] = blocks_of([Input(str(file), file.stat().st_size)], "text", document=2**20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    [damage] = encoder("text", 2**20).encode([part]).damaged
+    [damage] = encoder("text", 2**20).encode(block).damaged
     assert "longer than" in damage.reason and peak < 2**24
 
 
@@ -192,8 +192,7 @@ def encoder(kind="jsonl", longest=LONGEST, fraction=0.5):
 @pytest.mark.parametrize("kind,line", [("jsonl", b'{"text": "a fox"}\n'), ("text", b"a fox\n")])
 def test_a_byte_order_mark_is_no_part_of_a_record(kind, line):
     marked, plain = (
-        encoder(kind).encode([TextPart("a", "line", [(1, each)])])
-        for each in (b"\xef\xbb\xbf" + line, line)
+        encoder(kind).encode([("a", "line", 1, each)]) for each in (b"\xef\xbb\xbf" + line, line)
     )
     assert not marked.damaged and marked.text == plain.text
     for split, tokens in plain.tokens.items():
@@ -217,7 +216,7 @@ def test_a_byte_order_mark_is_no_part_of_a_record(kind, line):
 )
 def test_damaged_records_are_named(record, message):
     lines = [(11, b'{"text": "good"}'), (13, record), (14, b'{"text": "good"}')]
-    done = encoder().encode([TextPart("a.jsonl", "line", lines)])
+    done = encoder().encode([("a.jsonl", "line", *each) for each in lines])
     assert sum(done.documents.values()) == 2
     [damaged] = done.damaged
     assert damaged.file == "a.jsonl" and damaged.place == "line 13" and not damaged.rest
@@ -249,7 +248,6 @@ def test_a_line_of_many_megabytes_is_one_damaged_record(tmp_path, kind):
     [damaged] = [record for each in done for record in each.damaged]
     assert damaged.place == f"line {2 if kind == 'jsonl' else 3}"
     assert "longer than 1,048,576 bytes" in damaged.reason
-    assert sum(part.read for block in blocks for part in block) == whole.size
 
 
 def test_pieces_hold_every_byte_once(tmp_path):

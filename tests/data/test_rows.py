@@ -76,10 +76,10 @@ def test_runs_of_row_groups_are_read_as_the_whole_file(tmp_path):
     for size in (1000, 5000, 10**6):
         runs = row_groups(whole, "text", size)
         assert (len(runs) > 3) == (size < 10**6)
-        parts = [part for block in read_piece(runs, source, sizes) for part in block]
-        records = [record for part in parts for record in part.records]
+        blocks = [*read_piece(runs, source, sizes)]
+        records = [(number, record) for block in blocks for *_, number, record in block]
         assert records == [(number, text.encode()) for number, text in enumerate(texts, 1)]
-        assert len(parts) > 10 and 0 <= whole.size - sum(part.read for part in parts) < len(runs)
+        assert len(blocks) > 10 and 0 <= whole.size - sum(run.size for run in runs) < len(runs)
 
 
 MISTAKES = {

@@ -31,14 +31,7 @@ from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import LFS, sha256
 from torchmars.core.places import place
 from torchmars.core.words import counted
-from torchmars.data.documents import (
-    LostFile,
-    Numbered,
-    Record,
-    TextPart,
-    documents_of,
-    lines_of,
-)
+from torchmars.data.documents import Block, LostFile, Numbered, Record, documents_of, lines_of
 from torchmars.storage import storage_of
 from torchmars.storage.objects import reading, store_of
 
@@ -246,30 +239,23 @@ def text_ranges(whole: Input, kind: str, size: int) -> list[Input]:
     return [Input(whole.name, end - begin, begin, end) for begin, end in pairwise(ends)]
 
 
-def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[list[TextPart]]:
-    """Yield the blocks of a piece: parts that are tokenised at once. Raises `UserError`."""
+def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[Block]:
+    """Yield the blocks of a piece. Raises `UserError`."""
     reader = READERS[source.kind]
-    of_lines = reader is text_records
-    block: list[TextPart] = []
+    block: Block = []
     size = 0
     for each in piece:
-        after = f"after byte {each.begin}, " if of_lines and each.begin else ""
-        what = each.name, f"{after}{'line' if of_lines else 'row'}"
-        part, seen = TextPart(*what), 0
-        block.append(part)
+        unit = "row"
+        if reader is text_records:
+            unit = f"after byte {each.begin}, line" if each.begin else "line"
         told = file_errors(f"cannot read {each.name} of the corpus", AGAIN)
         with told, open_place(each.name) if source.kind != "hf" else NO_FILE as stream:
             for number, record in told_at_end(reader(stream, each, source, sizes)):
-                part.records.append((number, record))
+                block.append((each.name, unit, number, record))
                 size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
                 if size >= sizes.block:
-                    if of_lines and not stream.closed:  # as Arrow leaves it
-                        part.read = stream.tell() - each.begin - seen
-                    seen += part.read
                     yield block
-                    part = TextPart(*what)
-                    block, size = [part], 0
-        part.read = each.size - seen
+                    block, size = [], 0
     if block:
         yield block
 

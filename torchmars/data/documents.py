@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -28,19 +28,10 @@ class LostFile(Damage):
 loaded = lru_cache(maxsize=1)(load_tokenizer)  # for the blocks of a process, one after the other
 Record = bytes | str | Damage | None
 """The bytes of a document or line, or the value of a row, or why there is none."""
-
-
-@dataclass
-class TextPart:
-    """Consecutive records of one input, as they were read."""
-
-    file: str
-    unit: str
-    """The unit of their numbers: line, where from they are counted, or row."""
-    records: list[tuple[int, Record]] = field(default_factory=list)
-    """Each with the number where it begins. Where the file cannot be read, why is the last one."""
-    read: int = 0
-    """Bytes of the input that were read for it."""
+Block = list[tuple[str, str, int, Record]]
+"""Records that are tokenised at once, each with its file and its number there, after the unit of
+that: line, where from they are counted, or row. Where a file cannot be read, why is the last one.
+"""
 
 
 @dataclass
@@ -79,28 +70,27 @@ class Encoder:
     longest: int
     """Bytes of the longest document."""
 
-    def encode(self, block: list[TextPart]) -> Encoded:
+    def encode(self, block: Block) -> Encoded:
         """Return the tokens of a block. Raises `UserError` if the tokenizer cannot be had."""
         tokenizer = loaded(self.tokenizer, self.begin_token)
         dtype = smallest_dtype(tokenizer.vocab_size)
         begin, end = np.array(tokenizer.before, dtype), np.array([tokenizer.end_of_text], dtype)
         tokens = {split: [np.empty(0, dtype)] for split in ("train", "validation")}
         done = Encoded({}, dict.fromkeys(tokens, 0), dict.fromkeys(tokens, 0), [])
-        for part in block:
-            for number, raw in part.records:
-                try:
-                    text = self.read(raw)
-                    content = text.strip().encode()
-                    if content:
-                        [encoded] = tokenizer.encode_batch([text])
-                        split = self.split_of(content)
-                        tokens[split] += [begin, encoded, end]
-                        done.documents[split] += 1
-                        done.text[split] += len(text.encode())
-                except (Damage, Unencodable, UnicodeEncodeError) as error:
-                    # JSON can name half of a surrogate pair.
-                    place, rest = f"{part.unit} {number}", isinstance(error, LostFile)
-                    done.damaged.append(Damaged(part.file, place, str(error), rest))
+        for file, unit, number, raw in block:
+            try:
+                text = self.read(raw)
+                content = text.strip().encode()
+                if content:
+                    [encoded] = tokenizer.encode_batch([text])
+                    split = self.split_of(content)
+                    tokens[split] += [begin, encoded, end]
+                    done.documents[split] += 1
+                    done.text[split] += len(text.encode())
+            except (Damage, Unencodable, UnicodeEncodeError) as error:
+                # JSON can name half of a surrogate pair.
+                place, rest = f"{unit} {number}", isinstance(error, LostFile)
+                done.damaged.append(Damaged(file, place, str(error), rest))
         for split, arrays in tokens.items():
             done.tokens[split] = np.concatenate(arrays)
         return done

@@ -43,7 +43,7 @@ from torchmars.core.files import (
 from torchmars.core.words import counted
 from torchmars.data import foreign
 from torchmars.data.corpus import Piece, Sizes, corpus_pieces, read_piece, source_files
-from torchmars.data.documents import Damaged, Encoded, Encoder, TextPart
+from torchmars.data.documents import Block, Damaged, Encoded, Encoder
 from torchmars.data.manifest import (
     SPLITS,
     DataManifest,
@@ -73,7 +73,6 @@ AHEAD = 2  # blocks that are read ahead for each process that tokenises
 # More damage ends the preparation: records that are left out, and files that cannot be read to
 # their end, as a share of the corpus's bytes.
 DAMAGED_RECORDS, LOST_SHARE = 100, 0.01
-Block = list[TextPart]
 Submit = Callable[[Block], "Future[Encoded]"]
 
 
@@ -237,10 +236,10 @@ def make_pieces(
         for writer, block, future in in_order(blocks(), submit, AHEAD * processes):
             if block is None or future is None:
                 writer.close()
+                bar.update(sum(each.size for each in pieces[writer.number]))
                 continue
             encoded = future.result()
             writer.add(encoded)
-            bar.update(sum(part.read for part in block))
             damaged += encoded.damaged
             check_damage(damaged, files, partial)
 
