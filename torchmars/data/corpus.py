@@ -290,24 +290,18 @@ def text_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> 
 
 
 def line_blocks(stream: Any, each: Input, longest: int) -> Iterator[Numbered]:
-    """Yield whole lines, many at once. One of more than `longest` bytes may be cut above that."""
-    number, rest, skipping, left = 1, b"", False, 2**62
-    text = unpacked(stream, each.name) if each.end is None else stream
-    if each.end is not None:
-        stream.seek(each.begin)
-        left = each.end - each.begin
+    """Yield whole lines, many at once. Of one of more than `longest` bytes some may be left out."""
+    number, rest, left = 1, b"", each.size if each.end else 2**62
+    stream.seek(each.begin)
+    text = stream if each.end else unpacked(stream, each.name)
     while chunk := text.read1(min(CHUNK, left)):
         left -= len(chunk)
-        if skipping:
-            _, newline, chunk = chunk.partition(b"\n")
-            skipping = not newline
+        if len(rest) > longest and b"\n" not in chunk:
+            continue
         lines, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
             yield number, lines + newline
             number += lines.count(b"\n") + 1
-        if len(rest) > longest:
-            yield number, rest + b"\n"
-            number, rest, skipping = number + 1, b"", True
     if rest:
         yield number, rest
 
