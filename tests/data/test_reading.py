@@ -110,8 +110,6 @@ def test_files_of_several_streams_and_files_cut_short(tmp_path, pack):
         for count in (1, 10_000):  # what the packages read ahead, and more
             file.write_bytes(packed[0] + b"junk" * count)
             assert found_in([Input(str(file), 1)], "jsonl")[500:] == [None]
-        file.write_bytes(packed[0] + bytes(8) + packed[1])  # padding
-        assert found_in([Input(str(file), 1)], "jsonl") == expected
 
 
 def test_a_lack_of_memory_is_no_damage_of_a_file():

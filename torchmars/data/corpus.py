@@ -311,12 +311,13 @@ def unpacked(stream: Any, name: str) -> Any:
 
     Its first bytes tell, not its name. Raises `LostFile`, and what its library raises of damage.
     """
-    for _ in range(DEEPEST + 1):
+    for _ in range(DEEPEST):
         start = stream.peek(100)
         if start.startswith(LFS):
             raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")
+    What is packed more than `DEEPEST` times is no text.
         if not (found := MAGIC.match(start)):
-            return stream
+            break
         if found.lastgroup == "zstd":
             with needs_package("pyarrow", f"reading {name}"):
                 import pyarrow
@@ -326,15 +327,14 @@ def unpacked(stream: Any, name: str) -> Any:
             stream = gzip.open(stream)
         else:
             stream = io.BufferedReader(Streams(stream, STREAMS[str(found.lastgroup)]), CHUNK)
-    raise LostFile(f"it is packed more than {DEEPEST} times")
+    return stream
 
 
 class Streams(io.RawIOBase):
     """What streams of xz or bzip2 hold. Python's own readers end at what follows one, silently."""
 
     def __init__(self, stream: Any, begin: Callable[[], Any]) -> None:
-        self.stream, self.begin, self.left = stream, begin, b""
-        self.one: Any = None
+        self.stream, self.begin, self.one = stream, begin, begin()
 
     def readable(self) -> bool:
         """Return that it can be read."""
@@ -342,23 +342,18 @@ class Streams(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read some bytes, or none at the end. Raises `EOFError`, `OSError` and `LZMAError`."""
-        while True:
+        found = b""
+        while not found:
             data = b""
-            if self.one is None or self.one.needs_input:
-                data, self.left = self.left or self.stream.read(CHUNK), b""
-                if not data and self.one:
-                    raise EOFError("it is cut short")
-                if not data:
-                    return 0
-                if self.one is None and not (data := data.lstrip(b"\0")):  # padding
-                    continue
-            self.one = self.one or self.begin()
-            found = self.one.decompress(data, len(buffer))
             if self.one.eof:
-                self.left, self.one = self.one.unused_data, None
-            if found:
-                buffer[: len(found)] = found
-                return len(found)
+                if not (data := self.one.unused_data or self.stream.read(CHUNK)):
+                    return 0
+                self.one = self.begin()
+            elif self.one.needs_input and not (data := self.stream.read(CHUNK)):
+                raise EOFError("it is cut short")
+            found = self.one.decompress(data, len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
 
 
 def open_table(stream: Any, name: str, field: str) -> Any:
