@@ -6,6 +6,7 @@ documents and rows end. `documents` handles their contents.
 
 import bz2
 import contextlib
+import errno
 import functools
 import glob
 import gzip
@@ -261,26 +262,30 @@ def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[Block
 
 
 def told_at_end(records: Records) -> Records:
-    """Yield records, and last why a file cannot be read to its end. Raises as `lost_file`."""
+    """Yield records, and last why a file cannot be read to its end. Raises as `damage_told`."""
     number = 0
     try:
-        for number, record in records:
-            yield number, record
-    except Exception as error:
-        yield number + 1, lost_file(error)
+        with damage_told():
+            for number, record in records:
+                yield number, record
+    except LostFile as error:
+        yield number + 1, error
 
 
-def lost_file(error: Exception) -> LostFile:
-    """Return the damage of a file of which any library has raised this.
+@contextlib.contextmanager
+def damage_told() -> Iterator[None]:
+    """Raise `LostFile` for what any library raises of a file in the body.
 
-    Raises an `OSError` of the disk, `MemoryError` and `UserError`, which are none of the file.
+    An `OSError` of the disk, `MemoryError` and `UserError` stay: they are none of the file.
     """
-    of_disk = isinstance(error, OSError) and error.errno is not None
-    if of_disk or isinstance(error, UserError | MemoryError):
-        raise error
-    if isinstance(error, LostFile):
-        return error
-    return LostFile(f"from here on it cannot be read ({type(error).__name__}: {error})")
+    try:
+        yield
+    except Exception as error:
+        of_disk = isinstance(error, OSError) and error.errno is not None
+        if of_disk or isinstance(error, UserError | MemoryError | LostFile):
+            raise
+        reason = f"from here on it cannot be read ({type(error).__name__}: {error})"
+        raise LostFile(reason) from None
 
 
 def text_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
@@ -310,12 +315,12 @@ def unpacked(stream: Any, name: str) -> Any:
     """Return a stream of what a file holds, whatever it is compressed by.
 
     Its first bytes tell, not its name. Raises `LostFile`, and what its library raises of damage.
+    What is packed more than `DEEPEST` times is no text.
     """
     for _ in range(DEEPEST):
         start = stream.peek(100)
         if start.startswith(LFS):
             raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")
-    What is packed more than `DEEPEST` times is no text.
         if not (found := MAGIC.match(start)):
             break
         if found.lastgroup == "zstd":
@@ -377,12 +382,9 @@ def row_groups(whole: Input, field: str, size: int) -> list[Input]:
 
     A file that cannot be read is left to whoever reads its rows.
     """
-    try:
-        with open_place(whole.name) as stream:
-            groups = open_table(stream, whole.name, field).num_row_groups
-    except Exception as error:
-        lost_file(error)
-        return [whole]
+    groups = 1
+    with contextlib.suppress(LostFile), damage_told(), open_place(whole.name) as stream:
+        groups = open_table(stream, whole.name, field).num_row_groups
     runs = max(1, min(groups, whole.size // size))
     return [
         Input(whole.name, whole.size // runs, groups * run // runs, groups * (run + 1) // runs)
@@ -395,10 +397,10 @@ def parquet_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) 
     table = open_table(stream, each.name, source.field)
     import pyarrow
 
-    groups = range(each.begin, table.num_row_groups if each.end is None else each.end)
-    number = 1 + sum(table.metadata.row_group(n).num_rows for n in range(groups.start))
+    groups = range(each.begin, each.end or 0)
+    number = 1 + sum(table.metadata.row_group(n).num_rows for n in range(each.begin))
     for batch in table.iter_batches(ROWS, row_groups=[*groups], columns=[source.field]):
-        column = batch.column(batch.schema.get_field_index(source.field))
+        column = batch.column(source.field)
         # As bytes, so that a value that is not UTF-8 is one damaged record.
         for value in column.cast(pyarrow.large_binary()).to_pylist():
             yield number, value
@@ -437,7 +439,7 @@ def load_dataset(source: DataSource) -> Any:
 def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes) -> Records:
     """Yield the rows of a shard of a data set of Hugging Face.
 
-    Raises `UserError` for whatever its files or its network raise.
+    Raises `OSError` for whatever its files or its network raise.
     """
     data = load_dataset(source)
     try:
@@ -445,10 +447,8 @@ def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes)
             value = row.get(source.field)
             yield number, value if isinstance(value, (bytes, str)) else None
     except Exception as error:
-        raise UserError(
-            f"cannot read shard {shard.begin} of the data set {shard.name} "
-            f"({type(error).__name__}: {error}): start again to continue; what is done is kept"
-        ) from None
+        reason = f"shard {shard.begin}: {type(error).__name__}: {error}"
+        raise OSError(errno.EIO, reason) from None
 
 
 # By the kind of a source: from the stream of an input to its records.
