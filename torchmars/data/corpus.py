@@ -95,7 +95,7 @@ def source_files(config: DataConfig) -> list[PurePath]:
     """
     source = parse_source(config.source)
     if source.kind == "stdlib":
-        return list(_stdlib_files())
+        return _stdlib_files()
     if not source.of_files:
         return []
     patterns = [(source.glob, "data.source")] if source.glob else []
@@ -116,27 +116,24 @@ def matching_files(
     names the `option`, for none.
     """
     path = place(os.path.expanduser(pattern), option, pattern=True)
-    wild = (number for number, part in enumerate(path.parts) if glob.has_magic(part))
-    begin, ends = next(wild, len(path.parts)), KINDS[kind].suffixes
     found, is_folder = named_files(path)
-    found = [file for file in found if not any(part[0] == "." for part in file.parts[begin:])]
-    others: list[PurePath] = []
+    hidden = {part for file in found for part in file.parts if part[0] == "."} - {*path.parts}
+    found = [file for file in found if hidden.isdisjoint(file.parts)]
     if is_folder:
+        ends, every = KINDS[kind].suffixes, found
         packed = [end + more for end in ends for more in COMPRESSED if KINDS[kind].plain]
-        others = [file for file in found if not file.name.endswith((*ends, *packed))]
-        found = [file for file in found if file.name.endswith((*ends, *packed))]
-    left = ""
-    if others:
-        end = "".join(others[0].suffixes[-2:]) or others[0].name
-        left = (
-            f"{pattern} has {counted(len(others), 'file')} of other ends than {', '.join(ends)} "
-            f"(the first: {others[0]}): a glob such as **/*{end} reads them"
-        )
+        found = [file for file in every if file.name.endswith((*ends, *packed))]
+        if others := sorted({*every} - {*found}):
+            end = "".join(others[0].suffixes[-2:]) or others[0].name
+            say(
+                f"{option}: {pattern} has {counted(len(others), 'file')} of other ends than "
+                f"{', '.join(ends)} (the first: {others[0]}): a glob such as **/*{end} reads them"
+            )
     if not found:
-        here = f"paths count from the folder that you start in, {os.getcwd()}"
-        raise UserError(f"{option}: {pattern!r} names no {kind} file: {left or here}")
-    if left:
-        say(f"{option}: {left}")
+        raise UserError(
+            f"{option}: {pattern!r} names no {kind} file: paths count from the folder that you "
+            f"start in, {os.getcwd()}"
+        )
     return found
 
 
@@ -148,22 +145,21 @@ def named_files(path: PurePath) -> tuple[list[PurePath], bool]:
     name, bucket = str(path), "" if isinstance(path, Path) else f"{path.parts[0]}//"
     here = glob.escape(os.getcwd())  # fsspec joins it to a pattern, and tells absolute names
     as_named = str if bucket or path.is_absolute() else os.path.relpath
-    with reading(path) if bucket else contextlib.nullcontext():
+    with reading(path):
         files = store_of(path) if bucket else LocalFileSystem()
-        if is_folder := files.isdir(name):
-            found = files.find(name, detail=True)
-        elif files.exists(name):
-            found = {name.removeprefix(bucket): {"type": "file"}}
-        else:
-            try:
+        is_folder = files.isdir(name)
+        try:
+            if files.exists(name):
+                found = files.find(name, detail=True)
+            else:
                 found = files.glob(name if bucket else os.path.join(here, name), detail=True)
-            except ValueError as error:
-                raise UserError(f"{name!r} is no glob: {error}") from None
+        except ValueError as error:
+            raise UserError(f"{name!r} is no glob: {error}") from None
     # Some stores have an object for a folder. Of a disk, a link leads to a file or to nothing.
     names = [
         each
         for each, its in found.items()
-        if its["type"] != "directory" and not each.endswith("/")
+        if its.get("type") != "directory" and not each.endswith("/")
         if bucket or os.path.isfile(each) or not os.path.exists(each)
     ]
     return sorted(type(path)(f"{bucket}{as_named(each)}") for each in names), is_folder
@@ -175,14 +171,14 @@ def open_place(name: str) -> Any:
     return path.open("rb") if isinstance(path, Path) else storage_of(path).open(path)
 
 
-def _stdlib_files() -> list[Path]:
+def _stdlib_files() -> list[PurePath]:
     """Return Python's own sources, about 12 MB.
 
     Its tests, installed packages and exact copies are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    files: dict[str, Path] = {}  # by their content
+    files: dict[str, PurePath] = {}  # by their content
     for file in sorted(root.rglob("*.py")):
         if not skipped.intersection(file.relative_to(root).parts):
             files.setdefault(sha256(file), file)
