@@ -6,6 +6,7 @@ A process imports this file and a tokenizer, and nothing heavy.
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ import numpy as np
 from torchmars.data.tokenizer import Unencodable, load_tokenizer, smallest_dtype
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
+SEPARATED = re.compile(rb"(<\|endoftext\|>.*\n?)")  # from there to the end of its line
 
 
 class Damage(Exception):
@@ -161,30 +163,20 @@ def documents_of(blocks: Iterable[Numbered], longest: int) -> Iterator[Numbered]
     """
     document, begin = bytearray(), 0
     for number, block in blocks:
-        for text in around_separators(block):
+        for text in SEPARATED.split(block):
             begin = begin if document else number
             number += text.count(b"\n")
-            ends = text.strip() == SEPARATOR
-            if document and ends:
-                yield begin, bytes(document)
+            line = document.rfind(b"\n") + 1  # which `text` goes on with, or begins
+            if text.strip() != SEPARATOR or document[line:].strip():
+                document += text
+            else:
+                yield begin, bytes(document[:line])
                 document.clear()
-            document += b"" if ends else text
             while len(document) > longest:
-                line_end = document.rfind(b"\n", 0, longest) + 1 or document.find(b"\n") + 1
-                yield begin, bytes(document[: line_end or None])
-                begin += document.count(b"\n", 0, line_end)
-                del document[: line_end or None]
-    if document:
-        yield begin, bytes(document)
-
-
-def around_separators(block: bytes) -> Iterator[bytes]:
-    """Yield the lines of a block that have a `SEPARATOR`, each alone, and what is between them."""
-    begin = 0
-    while (found := block.find(SEPARATOR, begin)) >= 0:
-        first = block.rfind(b"\n", begin, found) + 1 or begin
-        last = block.find(b"\n", found) + 1 or len(block)
-        yield from filter(None, (block[begin:first], block[first:last]))
-        begin = last
-    if rest := block[begin:]:
-        yield rest
+                end = document.rfind(b"\n", 0, longest) + 1 or document.find(b"\n") + 1
+                if not end:
+                    break
+                yield begin, bytes(document[:end])
+                begin += document.count(b"\n", 0, end)
+                del document[:end]
+    yield begin, bytes(document)
