@@ -6,7 +6,6 @@ documents and rows end. `documents` handles their contents.
 
 import bz2
 import contextlib
-import errno
 import functools
 import glob
 import gzip
@@ -28,7 +27,7 @@ from fsspec.utils import seek_delimiter
 from torchmars.config import DataConfig
 from torchmars.config.source import COMPRESSED, KINDS, DataSource, parse_source
 from torchmars.core.console import say
-from torchmars.core.errors import UserError, file_errors, needs_package
+from torchmars.core.errors import UserError, needs_package
 from torchmars.core.files import LFS, sha256
 from torchmars.core.places import place
 from torchmars.core.words import counted
@@ -165,10 +164,25 @@ def named_files(path: PurePath) -> tuple[list[PurePath], bool]:
     return sorted(type(path)(f"{bucket}{as_named(each)}") for each in names), is_folder
 
 
-def open_place(name: str) -> Any:
-    """Open a file of the corpus, buffered. Raises `OSError`, and `UserError` for a store's."""
+@contextlib.contextmanager
+def input_file(name: str) -> Iterator[Any]:
+    """Open a file of the corpus for the body, buffered.
+
+    Raises `LostFile` for what any library raises of its content in the body, and `UserError` for
+    what a disk or a store raises. A `MemoryError` is none of the file.
+    """
     path = place(name, pattern=True)
-    return path.open("rb") if isinstance(path, Path) else storage_of(path).open(path)
+    try:
+        with storage_of(path).open(path) as stream:
+            yield stream
+    except (LostFile, UserError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            reason = f"cannot read {name} of the corpus: {error.strerror}: {AGAIN}"
+            raise UserError(reason) from None
+        reason = f"from here on it cannot be read ({type(error).__name__}: {error})"
+        raise LostFile(reason) from None
 
 
 def _stdlib_files() -> list[PurePath]:
@@ -198,10 +212,9 @@ def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> li
 
     def cut(name: str) -> list[Input]:
         whole = Input(name, files[name])
-        with file_errors(f"cannot read {name} of the corpus", AGAIN):
-            if source.kind == "parquet":
-                return row_groups(whole, source.field, size)
-            return text_ranges(whole, source.kind, size) if KINDS[source.kind].plain else [whole]
+        if source.kind == "parquet":
+            return row_groups(whole, source.field, size)
+        return text_ranges(whole, source.kind, size) if KINDS[source.kind].plain else [whole]
 
     pieces: list[Piece] = []
     room = 0
@@ -219,11 +232,11 @@ def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> li
 def text_ranges(whole: Input, kind: str, size: int) -> list[Input]:
     """Return ranges of a file, of at least `size` bytes if it is plain; all of it if not.
 
-    Each begins where a line of JSON or a document does. Raises `OSError`.
+    Each begins where a line of JSON or a document does. Raises `UserError`.
     """
     if whole.size <= size:
         return [whole]
-    with open_place(whole.name) as stream:
+    with input_file(whole.name) as stream:
         if MAGIC.match(stream.read(16)):
             return [whole]
         # Past its buffer, which has many megabytes of a store.
@@ -242,46 +255,21 @@ def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[Block
     block: Block = []
     size = 0
     for each in piece:
-        unit = "row"
+        number, unit = 0, "row"
         if reader is text_records:
             unit = f"after byte {each.begin}, line" if each.begin else "line"
-        told = file_errors(f"cannot read {each.name} of the corpus", AGAIN)
-        with told, open_place(each.name) if source.kind != "hf" else NO_FILE as stream:
-            for number, record in told_at_end(reader(stream, each, source, sizes)):
-                block.append((each.name, unit, number, record))
-                size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
-                if size >= sizes.block:
-                    yield block
-                    block, size = [], 0
+        try:
+            with input_file(each.name) if source.kind != "hf" else NO_FILE as stream:
+                for number, record in reader(stream, each, source, sizes):
+                    block.append((each.name, unit, number, record))
+                    size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
+                    if size >= sizes.block:
+                        yield block
+                        block, size = [], 0
+        except LostFile as error:
+            block.append((each.name, unit, number + 1, error))
     if block:
         yield block
-
-
-def told_at_end(records: Records) -> Records:
-    """Yield records, and last why a file cannot be read to its end. Raises as `damage_told`."""
-    number = 0
-    try:
-        with damage_told():
-            for number, record in records:
-                yield number, record
-    except LostFile as error:
-        yield number + 1, error
-
-
-@contextlib.contextmanager
-def damage_told() -> Iterator[None]:
-    """Raise `LostFile` for what any library raises of a file in the body.
-
-    An `OSError` of the disk, `MemoryError` and `UserError` stay: they are none of the file.
-    """
-    try:
-        yield
-    except Exception as error:
-        of_disk = isinstance(error, OSError) and error.errno is not None
-        if of_disk or isinstance(error, UserError | MemoryError | LostFile):
-            raise
-        reason = f"from here on it cannot be read ({type(error).__name__}: {error})"
-        raise LostFile(reason) from None
 
 
 def text_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
@@ -379,7 +367,7 @@ def row_groups(whole: Input, field: str, size: int) -> list[Input]:
     A file that cannot be read is left to whoever reads its rows.
     """
     groups = 1
-    with contextlib.suppress(LostFile), damage_told(), open_place(whole.name) as stream:
+    with contextlib.suppress(LostFile), input_file(whole.name) as stream:
         groups = open_table(stream, whole.name, field).num_row_groups
     runs = max(1, min(groups, whole.size // size))
     return [
@@ -435,7 +423,7 @@ def load_dataset(source: DataSource) -> Any:
 def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes) -> Records:
     """Yield the rows of a shard of a data set of Hugging Face.
 
-    Raises `OSError` for whatever its files or its network raise.
+    Raises `UserError` for whatever its files or its network raise.
     """
     data = load_dataset(source)
     try:
@@ -443,8 +431,8 @@ def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes)
             value = row.get(source.field)
             yield number, value if isinstance(value, (bytes, str)) else None
     except Exception as error:
-        reason = f"shard {shard.begin}: {type(error).__name__}: {error}"
-        raise OSError(errno.EIO, reason) from None
+        reason = f"{type(error).__name__}: {error}: {AGAIN}"
+        raise UserError(f"cannot read shard {shard.begin} of {shard.name}: {reason}") from None
 
 
 # By the kind of a source: from the stream of an input to its records.
