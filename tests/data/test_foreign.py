@@ -144,17 +144,21 @@ def written(write, change=lambda data: data, suffix=".bin", **options):
     return make
 
 
-NO_LLMC = "fineweb_train_000000.bin has .* is no whole file of llm.c's"
-NO_INDEX = "fineweb_train_000000_text_document.idx .* is no index of Megatron's"
+NO_LLMC = "fineweb_train_000000.bin, of .* is no whole file of llmc tokens"
+NO_INDEX = "000000_text_document.bin, of .* is no whole file of megatron .* with its .idx"
 MISTAKES = {
     "odd": (
         "nanogpt",
         written(write_nanogpt, lambda data: data[:-1]),
-        "has .* bytes .* tokens are uint16",
+        "train.bin, of .* is no whole file of nanogpt tokens",
     ),
-    "empty": ("nanogpt", written(write_nanogpt, lambda data: b""), "train.bin has 0 bytes"),
-    "npy": ("nanogpt", lambda file: np.save(file.open("wb"), TRAIN[0]), "begins with b'.x93NUMPY"),
-    "of llm.c": ("nanogpt", written(write_llmc), "without a header; llmc: reads files of llm.c"),
+    "empty": ("nanogpt", written(write_nanogpt, lambda data: b""), "train.bin, of 0 bytes"),
+    "npy": (
+        "nanogpt",
+        lambda file: np.save(file.open("wb"), TRAIN[0]),
+        "that begin with b..x93NUMPY",
+    ),
+    "of llm.c": ("nanogpt", written(write_llmc), "no whole file of nanogpt .* name its kind"),
     "beyond": (
         "nanogpt",
         with_token(write_nanogpt, 50256),
