@@ -367,8 +367,8 @@ def test_a_local_folder_of_parquet_and_as_a_data_set(tmp_path, monkeypatch):
     prepare_task(config, 0, 1, SIZES)
     assert {name: documents_of(config, name) for name in ("train", "validation")} == one
     for source, message in (
-        (f"parquet:{folder}:body", "no column 'body'.: name a column .* among id, text"),
-        (f"parquet:{folder}:id", "the column 'id' is int64"),
+        (f"parquet:{folder}:body", "not one column 'body' of strings"),
+        (f"parquet:{folder}:id", r"not one column 'id' of strings: name .* of id \(int64\), text"),
     ):
         with pytest.raises(UserError, match=message):
             path = str(tmp_path / source[-4:])

@@ -192,11 +192,9 @@ def _stdlib_files() -> list[PurePath]:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    files: dict[str, PurePath] = {}  # by their content
-    for file in sorted(root.rglob("*.py")):
-        if not skipped.intersection(file.relative_to(root).parts):
-            files.setdefault(sha256(file), file)
-    return list(files.values())
+    files = sorted(root.rglob("*.py"), reverse=True)
+    own = [file for file in files if skipped.isdisjoint(file.relative_to(root).parts)]
+    return sorted({sha256(file): file for file in own}.values())  # the first of each content
 
 
 def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> list[Piece]:
@@ -351,12 +349,11 @@ def open_table(stream: Any, name: str, field: str) -> Any:
         import pyarrow.parquet
     # pre_buffer would hold all row groups in memory.
     table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20)
-    kinds = [str(each.type) for each in table.schema_arrow if each.name == field]
-    if kinds not in TEXT:
-        has = f"the column {field!r} is {' and '.join(kinds)}" if kinds else f"no column {field!r}"
+    if [str(each.type) for each in table.schema_arrow if each.name == field] not in TEXT:
+        columns = ", ".join(f"{each.name} ({each.type})" for each in table.schema_arrow)
         raise UserError(
-            f"data.source: {name} has no text there ({has}): name a column of strings among "
-            f"{', '.join(table.schema_arrow.names)} (parquet:GLOB:FIELD)"
+            f"data.source: {name} has not one column {field!r} of strings: name one that has them, "
+            f"of {columns} (parquet:GLOB:FIELD)"
         )
     return table
 
@@ -379,16 +376,13 @@ def row_groups(whole: Input, field: str, size: int) -> list[Input]:
 def parquet_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
     """Yield the rows of a Parquet file, or of some of its row groups."""
     table = open_table(stream, each.name, source.field)
-    import pyarrow
-
-    groups = range(each.begin, each.end or 0)
+    groups = [*range(each.begin, each.end or 0)]
     number = 1 + sum(table.metadata.row_group(n).num_rows for n in range(each.begin))
-    for batch in table.iter_batches(ROWS, row_groups=[*groups], columns=[source.field]):
-        column = batch.column(source.field)
+    for batch in table.iter_batches(ROWS, row_groups=groups, columns=[source.field]):
         # As bytes, so that a value that is not UTF-8 is one damaged record.
-        for value in column.cast(pyarrow.large_binary()).to_pylist():
-            yield number, value
-            number += 1
+        values = batch.column(source.field).cast("large_binary").to_pylist()
+        yield from enumerate(values, number)
+        number += len(values)
 
 
 @functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard
