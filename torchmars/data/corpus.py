@@ -40,9 +40,7 @@ LOOKS = 8  # files that are looked at side by side: stores answer late
 CHUNK = 2**18  # bytes read at once
 DEEPEST = 3  # packings within each other
 Records = Iterator[tuple[int, Record]]  # each with the number of its first line, or its row
-AGAIN = "start again when it can be read; what is done is kept"
 ROWS = 256  # read at once of a Parquet file
-NO_FILE: Any = contextlib.nullcontext()
 TEXT = (["string"], ["large_string"])  # Arrow's types of a column
 # What ends before a range. Other forms of these lines end documents too.
 BORDERS = {"jsonl": b"\n", "text": b"\n<|endoftext|>\n"}
@@ -123,10 +121,10 @@ def matching_files(
         packed = [end + more for end in ends for more in COMPRESSED if KINDS[kind].plain]
         found = [file for file in every if file.name.endswith((*ends, *packed))]
         if others := sorted({*every} - {*found}):
-            end = "".join(others[0].suffixes[-2:]) or others[0].name
             say(
                 f"{option}: {pattern} has {counted(len(others), 'file')} of other ends than "
-                f"{', '.join(ends)} (the first: {others[0]}): a glob such as **/*{end} reads them"
+                f"{', '.join(ends)} (the first: {others[0]}): a glob such as "
+                f"**/*{others[0].suffix} reads them"
             )
     if not found:
         raise UserError(
@@ -165,24 +163,26 @@ def named_files(path: PurePath) -> tuple[list[PurePath], bool]:
 
 
 @contextlib.contextmanager
-def input_file(name: str) -> Iterator[Any]:
-    """Open a file of the corpus for the body, buffered.
+def input_file(name: str, stored: bool = True) -> Iterator[Any]:
+    """Open a file of the corpus for the body, buffered, if one is `stored` under this name.
 
     Raises `LostFile` for what any library raises of its content in the body, and `UserError` for
-    what a disk or a store raises. A `MemoryError` is none of the file.
+    what a disk, a store or a data set raises. A `MemoryError` is none of the file.
     """
     path = place(name, pattern=True)
     try:
-        with storage_of(path).open(path) as stream:
+        with storage_of(path).open(path) if stored else contextlib.nullcontext() as stream:
             yield stream
     except (LostFile, UserError, MemoryError):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            reason = f"cannot read {name} of the corpus: {error.strerror}: {AGAIN}"
-            raise UserError(reason) from None
-        reason = f"from here on it cannot be read ({type(error).__name__}: {error})"
-        raise LostFile(reason) from None
+        reason = f"({type(error).__name__}: {error})"
+        if stored and not (isinstance(error, OSError) and error.errno):
+            raise LostFile(f"from here on it cannot be read {reason}") from None
+        raise UserError(
+            f"cannot read {name} of the corpus {reason}: start again when it can be read; what is "
+            "done is kept"
+        ) from None
 
 
 def _stdlib_files() -> list[PurePath]:
@@ -257,7 +257,7 @@ def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[Block
         if reader is text_records:
             unit = f"after byte {each.begin}, line" if each.begin else "line"
         try:
-            with input_file(each.name) if source.kind != "hf" else NO_FILE as stream:
+            with input_file(each.name, source.kind != "hf") as stream:
                 for number, record in reader(stream, each, source, sizes):
                     block.append((each.name, unit, number, record))
                     size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
@@ -415,18 +415,11 @@ def load_dataset(source: DataSource) -> Any:
 
 
 def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes) -> Records:
-    """Yield the rows of a shard of a data set of Hugging Face.
-
-    Raises `UserError` for whatever its files or its network raise.
-    """
-    data = load_dataset(source)
-    try:
-        for number, row in enumerate(data.shard(num_shards=shard.end, index=shard.begin), start=1):
-            value = row.get(source.field)
-            yield number, value if isinstance(value, (bytes, str)) else None
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}: {AGAIN}"
-        raise UserError(f"cannot read shard {shard.begin} of {shard.name}: {reason}") from None
+    """Yield the rows of a shard of a data set of Hugging Face."""
+    rows = load_dataset(source).shard(num_shards=shard.end, index=shard.begin)
+    for number, row in enumerate(rows, start=1):
+        value = row.get(source.field)
+        yield number, value if isinstance(value, (bytes, str)) else None
 
 
 # By the kind of a source: from the stream of an input to its records.
