@@ -87,7 +87,7 @@ def test_a_file_is_read_alike_however_it_is_cut(tmp_path_factory, kind, content,
     assert found_in([whole], kind, block) == expected
     assert found_in([whole, whole], kind, block) == expected * 2
     assert found_in([Input(str(packed), 1)], kind, block) == expected
-    parts = text_ranges(whole, kind, size)
+    parts = text_ranges(whole, parse_source(kind), size)
     assert sum(part.size for part in parts) == whole.size
     assert sum((found_in([part], kind, block) for part in parts), []) == expected
 
@@ -132,7 +132,7 @@ def test_the_first_bytes_say_how_a_file_is_compressed_not_its_name(tmp_path, nam
     ):
         (tmp_path / name).write_bytes(packed)
         whole = Input(str(tmp_path / name), len(packed))
-        cut = text_ranges(whole, "jsonl", 5000)
+        cut = text_ranges(whole, parse_source("jsonl"), 5000)
         assert len(cut) > 1 if number == 0 else cut == [whole]
         assert found_in([whole], "jsonl") == expected
 

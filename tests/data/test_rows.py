@@ -74,7 +74,7 @@ def test_runs_of_row_groups_are_read_as_the_whole_file(tmp_path):
     whole = Input(str(tmp_path / "a.parquet"), (tmp_path / "a.parquet").stat().st_size)
     source, sizes = parse_source("parquet:a"), Sizes(block=300)
     for size in (1000, 5000, 10**6):
-        runs = row_groups(whole, "text", size)
+        runs = row_groups(whole, source, size)
         assert (len(runs) > 3) == (size < 10**6)
         blocks = [*read_piece(runs, source, sizes)]
         records = [(number, record) for block in blocks for *_, number, record in block]

@@ -42,8 +42,6 @@ DEEPEST = 3  # packings within each other
 Records = Iterator[tuple[int, Record]]  # each with the number of its first line, or its row
 ROWS = 256  # read at once of a Parquet file
 TEXT = (["string"], ["large_string"])  # Arrow's types of a column
-# What ends before a range. Other forms of these lines end documents too.
-BORDERS = {"jsonl": b"\n", "text": b"\n<|endoftext|>\n"}
 STREAMS: dict[str, Callable[[], Any]] = {"xz": lzma.LZMADecompressor, "bz2": bz2.BZ2Decompressor}
 MAGIC = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
@@ -208,16 +206,11 @@ def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> li
         return [[Input(source.dataset, 1, number, count)] for number in range(count)]
     size = max(sizes.piece, sum(files.values()) // PIECES)
 
-    def cut(name: str) -> list[Input]:
-        whole = Input(name, files[name])
-        if source.kind == "parquet":
-            return row_groups(whole, source.field, size)
-        return text_ranges(whole, source.kind, size) if KINDS[source.kind].plain else [whole]
-
+    cut = row_groups if source.kind == "parquet" else text_ranges
     pieces: list[Piece] = []
     room = 0
     with ThreadPoolExecutor(LOOKS) as threads:
-        for inputs in threads.map(cut, files):
+        for inputs in threads.map(lambda name: cut(Input(name, files[name]), source, size), files):
             if pieces and len(inputs) == 1 and inputs[0].size <= room:
                 pieces[-1] += inputs
                 room -= inputs[0].size
@@ -227,13 +220,15 @@ def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> li
     return pieces
 
 
-def text_ranges(whole: Input, kind: str, size: int) -> list[Input]:
+def text_ranges(whole: Input, source: DataSource, size: int) -> list[Input]:
     """Return ranges of a file, of at least `size` bytes if it is plain; all of it if not.
 
     Each begins where a line of JSON or a document does. Raises `UserError`.
     """
-    if whole.size <= size:
+    if whole.size <= size or not KINDS[source.kind].plain:
         return [whole]
+    # Other forms of this line end documents too.
+    border = b"\n" if source.kind == "jsonl" else b"\n<|endoftext|>\n"
     with input_file(whole.name) as stream:
         if MAGIC.match(stream.read(16)):
             return [whole]
@@ -241,7 +236,7 @@ def text_ranges(whole: Input, kind: str, size: int) -> list[Input]:
         raw, cuts = stream.raw, [0]
         while cuts[-1] + size < whole.size:
             raw.seek(cuts[-1] + size)
-            seek_delimiter(raw, BORDERS.get(kind, BORDERS["text"]), CHUNK)  # or to the end
+            seek_delimiter(raw, border, CHUNK)  # or to the end
             cuts.append(raw.tell())
     ends = sorted({*cuts, whole.size})
     return [Input(whole.name, end - begin, begin, end) for begin, end in pairwise(ends)]
@@ -358,14 +353,14 @@ def open_table(stream: Any, name: str, field: str) -> Any:
     return table
 
 
-def row_groups(whole: Input, field: str, size: int) -> list[Input]:
+def row_groups(whole: Input, source: DataSource, size: int) -> list[Input]:
     """Return a Parquet file as runs of row groups, of about `size` bytes. Raises as `open_table`.
 
     A file that cannot be read is left to whoever reads its rows.
     """
     groups = 1
     with contextlib.suppress(LostFile), input_file(whole.name) as stream:
-        groups = open_table(stream, whole.name, field).num_row_groups
+        groups = open_table(stream, whole.name, source.field).num_row_groups
     runs = max(1, min(groups, whole.size // size))
     return [
         Input(whole.name, whole.size // runs, groups * run // runs, groups * (run + 1) // runs)
