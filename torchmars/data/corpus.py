@@ -79,8 +79,7 @@ class Input:
     set: which of how many shards."""
 
 
-Piece = list[Input]
-"""What is tokenised as one, and done again as one after a kill."""
+Piece = list[Input]  # tokenised as one, and done again as one after a kill
 
 
 def source_files(config: DataConfig) -> list[PurePath]:

@@ -17,7 +17,7 @@ import os
 import re
 import struct
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 
@@ -100,16 +100,12 @@ def find_files(config: ResolvedData) -> tuple[list[Path], list[Path]]:
     there are none to train on.
     """
     source = parse_source(config.source)
-    held = {
-        file
-        for pattern in config.validation_files
-        for file in token_files(pattern, source.kind, "data.validation_files")
-    }
+    held = {*token_files(config.validation_files, source.kind, "data.validation_files")}
     is_folder = os.path.isdir(os.path.expanduser(source.glob))
     # There may be other files in a folder of nanoGPT's or llm.c's.
     unnamed = "test" if is_folder and source.kind != "megatron" else "train"
     splits: dict[str, list[Path]] = {"train": [], "val": [*held], "test": []}
-    for file in token_files(source.glob, source.kind, "data.source"):
+    for file in token_files([source.glob], source.kind, "data.source"):
         several = is_folder or glob.has_magic(source.glob)
         words = SPLIT_WORDS.findall(file.name.lower()) if several else ["train"]
         if file not in held:
@@ -126,14 +122,17 @@ def find_files(config: ResolvedData) -> tuple[list[Path], list[Path]]:
     return splits["train"], sorted(splits["val"])
 
 
-def token_files(pattern: str, kind: str, option: str) -> list[Path]:
-    """Return the files of tokens that a path, a folder or a glob names. Raises `UserError`."""
-    place = os.path.expanduser(pattern)
-    if os.path.isdir(place):
-        place = os.path.join(glob.escape(place), "*.bin")
-    elif kind == "megatron":
-        place = place.removesuffix(".idx").removesuffix(".bin") + ".bin"
-    return [Path(os.path.abspath(file)) for file in matching_files(place, kind, option)]
+def token_files(patterns: list[str], kind: str, option: str) -> list[Path]:
+    """Return the files of tokens that paths, folders and globs name. Raises `UserError`."""
+    found: set[PurePath] = set()
+    for pattern in patterns:
+        place = os.path.expanduser(pattern)
+        if os.path.isdir(place):
+            place = os.path.join(glob.escape(place), "*.bin")
+        elif kind == "megatron":
+            place = place.removesuffix(".idx").removesuffix(".bin") + ".bin"
+        found.update(matching_files(place, kind, option))
+    return sorted(Path(os.path.abspath(file)) for file in found)
 
 
 def read_file(file: Path, kind: str) -> Found:
