@@ -145,18 +145,21 @@ def written(write, change=lambda data: data, suffix=".bin", **options):
     return make
 
 
-NO_LLMC = "fineweb_train_000000.bin has .* is no whole file of llm.c's"
-NO_INDEX = "fineweb_train_000000_text_document.idx .* is no index of Megatron's"
+NO_LLMC = "fineweb_train_000000.bin, of .* is no whole file of llmc tokens"
+NO_INDEX = "000000_text_document.bin, of .* is no whole file of megatron .* with its .idx"
 MISTAKES = {
     "odd": (
         "nanogpt",
         written(write_nanogpt, lambda data: data[:-1]),
-        "has .* bytes .* tokens are uint16",
+        "train.bin, of .* is no whole file of nanogpt tokens",
     ),
-    "empty": ("nanogpt", written(write_nanogpt, lambda data: b""), "train.bin has 0 bytes"),
-    "npy": ("nanogpt", lambda file: np.save(file.open("wb"), TRAIN[0]), "begins with b'.x93NUMPY"),
-    "of llm.c": ("nanogpt", written(write_llmc), "without a header; llmc: reads files of llm.c"),
-    "folder": ("nanogpt", lambda file: file.mkdir(), "cannot read .*train.bin: Not a regular file"),
+    "empty": ("nanogpt", written(write_nanogpt, lambda data: b""), "train.bin, of 0 bytes"),
+    "npy": (
+        "nanogpt",
+        lambda file: np.save(file.open("wb"), TRAIN[0]),
+        "that begin with b..x93NUMPY",
+    ),
+    "of llm.c": ("nanogpt", written(write_llmc), "no whole file of nanogpt .* name its kind"),
     "beyond": (
         "nanogpt",
         with_token(write_nanogpt, 50256),
@@ -209,7 +212,7 @@ def test_a_folder_of_other_files_gets_no_manifest(tmp_path):
 
 def test_nothing_found_other_dtypes_and_only_validation_are_told(tmp_path):
     config = config_of(tmp_path, "llmc:{}")
-    message = r"data.source: '\S+tokens' names no file of tokens: paths count from "
+    message = r"data.source: '\S+tokens/\*.bin' names no llmc file: paths count from the folder .*"
     with pytest.raises(UserError, match=message + re.escape(os.getcwd())):
         prepare_data(config)
     write_llmc(tmp_path / "tokens" / "x_val_0.bin", TRAIN)
@@ -262,7 +265,7 @@ def test_validation_files_validate_whatever_their_names(tmp_path, kind):
         ]
     with pytest.raises(UserError, match="prepared with data.validation_files = .*, now it is"):
         prepare_shards(config_of(tmp_path, source).data)
-    with pytest.raises(UserError, match="data.validation_files: 'none' names no file of tokens"):
+    with pytest.raises(UserError, match="data.validation_files: 'none(.bin)?' names no .* file"):
         other = str(tmp_path / "other")
         prepare_shards(config_of(tmp_path, source, validation_files=["none"], path=other).data)
     with pytest.raises(UserError, match="data.validation_files has no meaning for"):

@@ -12,7 +12,7 @@ from tests.support.tiny import tiny_config, write_text
 from tests.support.tokenizers import llama_2, tokenizer_file
 from torchmars.core.errors import UserError
 from torchmars.data.corpus import Sizes
-from torchmars.data.documents import Encoder, TextPart
+from torchmars.data.documents import Encoder
 from torchmars.data.prepare import prepare_task
 from torchmars.data.tokenizer import (
     ByteTokenizer,
@@ -215,9 +215,9 @@ TOO_LONG = ["x" + " " * 1_200_000 + "y", "\n" * 1_200_000 + "y <|endoftext|>"]
 def encoded(name, texts, damaged=0):
     """The tokens of documents, in which so many are damaged, as a preparation makes them."""
     encoder = Encoder("parquet", "text", name, "none", 1e-12, Sizes().document)
-    done = encoder.encode([TextPart("a.parquet", "row", [*enumerate(texts, 1)])])
-    assert len(done.damaged) == damaged and not len(done.tokens["validation"])
-    return done.tokens["train"].tolist(), [each.reason for each in done.damaged]
+    tokens, done = encoder.encode([("a.parquet", "row", *each) for each in enumerate(texts, 1)])
+    assert len(done.damaged) == damaged and not len(tokens["validation"])
+    return tokens["train"].tolist(), [each.reason for each in done.damaged]
 
 
 def joined(encode, end):

@@ -27,18 +27,11 @@ from fsspec.utils import seek_delimiter
 from torchmars.config import DataConfig
 from torchmars.config.source import COMPRESSED, KINDS, DataSource, parse_source
 from torchmars.core.console import say
-from torchmars.core.errors import UserError, file_errors, needs_package
+from torchmars.core.errors import UserError, needs_package
 from torchmars.core.files import LFS, sha256
 from torchmars.core.places import place
 from torchmars.core.words import counted
-from torchmars.data.documents import (
-    LostFile,
-    Numbered,
-    Record,
-    TextPart,
-    documents_of,
-    lines_of,
-)
+from torchmars.data.documents import Block, LostFile, Numbered, Record, documents_of, lines_of
 from torchmars.storage import storage_of
 from torchmars.storage.objects import reading, store_of
 
@@ -47,12 +40,8 @@ LOOKS = 8  # files that are looked at side by side: stores answer late
 CHUNK = 2**18  # bytes read at once
 DEEPEST = 3  # packings within each other
 Records = Iterator[tuple[int, Record]]  # each with the number of its first line, or its row
-AGAIN = "start again when it can be read; what is done is kept"
 ROWS = 256  # read at once of a Parquet file
-NO_FILE: Any = contextlib.nullcontext()
 TEXT = (["string"], ["large_string"])  # Arrow's types of a column
-# What ends before a range. Other forms of these lines end documents too.
-BORDERS = {"jsonl": b"\n", "text": b"\n<|endoftext|>\n"}
 STREAMS: dict[str, Callable[[], Any]] = {"xz": lzma.LZMADecompressor, "bz2": bz2.BZ2Decompressor}
 MAGIC = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
@@ -89,8 +78,7 @@ class Input:
     set: which of how many shards."""
 
 
-Piece = list[Input]
-"""What is tokenised as one, and done again as one after a kill."""
+Piece = list[Input]  # tokenised as one, and done again as one after a kill
 
 
 def source_files(config: DataConfig) -> list[PurePath]:
@@ -100,7 +88,7 @@ def source_files(config: DataConfig) -> list[PurePath]:
     """
     source = parse_source(config.source)
     if source.kind == "stdlib":
-        return list(_stdlib_files())
+        return _stdlib_files()
     if not source.of_files:
         return []
     patterns = [(source.glob, "data.source")] if source.glob else []
@@ -121,27 +109,24 @@ def matching_files(
     names the `option`, for none.
     """
     path = place(os.path.expanduser(pattern), option, pattern=True)
-    wild = (number for number, part in enumerate(path.parts) if glob.has_magic(part))
-    begin, ends = next(wild, len(path.parts)), KINDS[kind].suffixes
     found, is_folder = named_files(path)
-    found = [file for file in found if not any(part[0] == "." for part in file.parts[begin:])]
-    others: list[PurePath] = []
+    hidden = {part for file in found for part in file.parts if part[0] == "."} - {*path.parts}
+    found = [file for file in found if hidden.isdisjoint(file.parts)]
     if is_folder:
+        ends, every = KINDS[kind].suffixes, found
         packed = [end + more for end in ends for more in COMPRESSED if KINDS[kind].plain]
-        others = [file for file in found if not file.name.endswith((*ends, *packed))]
-        found = [file for file in found if file.name.endswith((*ends, *packed))]
-    left = ""
-    if others:
-        end = "".join(others[0].suffixes[-2:]) or others[0].name
-        left = (
-            f"{pattern} has {counted(len(others), 'file')} of other ends than {', '.join(ends)} "
-            f"(the first: {others[0]}): a glob such as **/*{end} reads them"
-        )
+        found = [file for file in every if file.name.endswith((*ends, *packed))]
+        if others := sorted({*every} - {*found}):
+            say(
+                f"{option}: {pattern} has {counted(len(others), 'file')} of other ends than "
+                f"{', '.join(ends)} (the first: {others[0]}): a glob such as "
+                f"**/*{others[0].suffix} reads them"
+            )
     if not found:
-        here = f"paths count from the folder that you start in, {os.getcwd()}"
-        raise UserError(f"{option}: {pattern!r} names no {kind} file: {left or here}")
-    if left:
-        say(f"{option}: {left}")
+        raise UserError(
+            f"{option}: {pattern!r} names no {kind} file: paths count from the folder that you "
+            f"start in, {os.getcwd()}"
+        )
     return found
 
 
@@ -153,45 +138,59 @@ def named_files(path: PurePath) -> tuple[list[PurePath], bool]:
     name, bucket = str(path), "" if isinstance(path, Path) else f"{path.parts[0]}//"
     here = glob.escape(os.getcwd())  # fsspec joins it to a pattern, and tells absolute names
     as_named = str if bucket or path.is_absolute() else os.path.relpath
-    with reading(path) if bucket else contextlib.nullcontext():
+    with reading(path):
         files = store_of(path) if bucket else LocalFileSystem()
-        if is_folder := files.isdir(name):
-            found = files.find(name, detail=True)
-        elif files.exists(name):
-            found = {name.removeprefix(bucket): {"type": "file"}}
-        else:
-            try:
+        is_folder = files.isdir(name)
+        try:
+            if files.exists(name):
+                found = files.find(name, detail=True)
+            else:
                 found = files.glob(name if bucket else os.path.join(here, name), detail=True)
-            except ValueError as error:
-                raise UserError(f"{name!r} is no glob: {error}") from None
+        except ValueError as error:
+            raise UserError(f"{name!r} is no glob: {error}") from None
     # Some stores have an object for a folder. Of a disk, a link leads to a file or to nothing.
     names = [
         each
         for each, its in found.items()
-        if its["type"] != "directory" and not each.endswith("/")
+        if its.get("type") != "directory" and not each.endswith("/")
         if bucket or os.path.isfile(each) or not os.path.exists(each)
     ]
     return sorted(type(path)(f"{bucket}{as_named(each)}") for each in names), is_folder
 
 
-def open_place(name: str) -> Any:
-    """Open a file of the corpus, buffered. Raises `OSError`, and `UserError` for a store's."""
+@contextlib.contextmanager
+def input_file(name: str, stored: bool = True) -> Iterator[Any]:
+    """Open a file of the corpus for the body, buffered, if one is `stored` under this name.
+
+    Raises `LostFile` for what any library raises of its content in the body, and `UserError` for
+    what a disk, a store or a data set raises. A `MemoryError` is none of the file.
+    """
     path = place(name, pattern=True)
-    return path.open("rb") if isinstance(path, Path) else storage_of(path).open(path)
+    try:
+        with storage_of(path).open(path) if stored else contextlib.nullcontext() as stream:
+            yield stream
+    except (LostFile, UserError, MemoryError):
+        raise
+    except Exception as error:
+        reason = f"({type(error).__name__}: {error})"
+        if stored and not (isinstance(error, OSError) and error.errno):
+            raise LostFile(f"from here on it cannot be read {reason}") from None
+        raise UserError(
+            f"cannot read {name} of the corpus {reason}: start again when it can be read; what is "
+            "done is kept"
+        ) from None
 
 
-def _stdlib_files() -> list[Path]:
+def _stdlib_files() -> list[PurePath]:
     """Return Python's own sources, about 12 MB.
 
     Its tests, installed packages and exact copies are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    files: dict[str, Path] = {}  # by their content
-    for file in sorted(root.rglob("*.py")):
-        if not skipped.intersection(file.relative_to(root).parts):
-            files.setdefault(sha256(file), file)
-    return list(files.values())
+    files = sorted(root.rglob("*.py"), reverse=True)
+    own = [file for file in files if skipped.isdisjoint(file.relative_to(root).parts)]
+    return sorted({sha256(file): file for file in own}.values())  # the first of each content
 
 
 def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> list[Piece]:
@@ -205,17 +204,11 @@ def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> li
         return [[Input(source.dataset, 1, number, count)] for number in range(count)]
     size = max(sizes.piece, sum(files.values()) // PIECES)
 
-    def cut(name: str) -> list[Input]:
-        whole = Input(name, files[name])
-        with file_errors(f"cannot read {name} of the corpus", AGAIN):
-            if source.kind == "parquet":
-                return row_groups(whole, source.field, size)
-            return text_ranges(whole, source.kind, size) if KINDS[source.kind].plain else [whole]
-
+    cut = row_groups if source.kind == "parquet" else text_ranges
     pieces: list[Piece] = []
     room = 0
     with ThreadPoolExecutor(LOOKS) as threads:
-        for inputs in threads.map(cut, files):
+        for inputs in threads.map(lambda name: cut(Input(name, files[name]), source, size), files):
             if pieces and len(inputs) == 1 and inputs[0].size <= room:
                 pieces[-1] += inputs
                 room -= inputs[0].size
@@ -225,75 +218,53 @@ def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> li
     return pieces
 
 
-def text_ranges(whole: Input, kind: str, size: int) -> list[Input]:
+def text_ranges(whole: Input, source: DataSource, size: int) -> list[Input]:
     """Return ranges of a file, of at least `size` bytes if it is plain; all of it if not.
 
-    Each begins where a line of JSON or a document does. Raises `OSError`.
+    Each begins where a line of JSON or a document does. Raises `UserError`.
     """
-    if whole.size <= size:
+    if whole.size <= size or not KINDS[source.kind].plain:
         return [whole]
-    with open_place(whole.name) as stream:
+    # Other forms of this line end documents too.
+    border = b"\n" if source.kind == "jsonl" else b"\n<|endoftext|>\n"
+    with input_file(whole.name) as stream:
         if MAGIC.match(stream.read(16)):
             return [whole]
         # Past its buffer, which has many megabytes of a store.
         raw, cuts = stream.raw, [0]
         while cuts[-1] + size < whole.size:
             raw.seek(cuts[-1] + size)
-            seek_delimiter(raw, BORDERS.get(kind, BORDERS["text"]), CHUNK)  # or to the end
+            seek_delimiter(raw, border, CHUNK)  # or to the end
             cuts.append(raw.tell())
     ends = sorted({*cuts, whole.size})
     return [Input(whole.name, end - begin, begin, end) for begin, end in pairwise(ends)]
 
 
-def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[list[TextPart]]:
-    """Yield the blocks of a piece: parts that are tokenised at once. Raises `UserError`."""
+def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[tuple[Block, int]]:
+    """Yield the blocks of a piece, each with the bytes of it up to there. Raises `UserError`."""
     reader = READERS[source.kind]
-    of_lines = reader is text_records
-    block: list[TextPart] = []
-    size = 0
+    block: Block = []
+    size = before = 0
     for each in piece:
-        after = f"after byte {each.begin}, " if of_lines and each.begin else ""
-        what = each.name, f"{after}{'line' if of_lines else 'row'}"
-        part, seen = TextPart(*what), 0
-        block.append(part)
-        told = file_errors(f"cannot read {each.name} of the corpus", AGAIN)
-        with told, open_place(each.name) if source.kind != "hf" else NO_FILE as stream:
-            for number, record in told_at_end(reader(stream, each, source, sizes)):
-                part.records.append((number, record))
-                size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
-                if size >= sizes.block:
-                    if of_lines and not stream.closed:  # as Arrow leaves it
-                        part.read = stream.tell() - each.begin - seen
-                    seen += part.read
-                    yield block
-                    part = TextPart(*what)
-                    block, size = [part], 0
-        part.read = each.size - seen
+        number, unit = 0, "row"
+        if reader is text_records:
+            unit = f"after byte {each.begin}, line" if each.begin else "line"
+        try:
+            with input_file(each.name, source.kind != "hf") as stream:
+                for number, record in reader(stream, each, source, sizes):
+                    block.append((each.name, unit, number, record))
+                    size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
+                    if size >= sizes.block:
+                        here = 0  # as long as it is not known
+                        if reader is text_records:  # Arrow closes what it has read
+                            here = each.size if stream.closed else stream.tell() - each.begin
+                        yield block, before + here
+                        block, size = [], 0
+        except LostFile as error:
+            block.append((each.name, unit, number + 1, error))
+        before += each.size
     if block:
-        yield block
-
-
-def told_at_end(records: Records) -> Records:
-    """Yield records, and last why a file cannot be read to its end. Raises as `lost_file`."""
-    number = 0
-    try:
-        for number, record in records:
-            yield number, record
-    except Exception as error:
-        yield number + 1, lost_file(error)
-
-
-def lost_file(error: Exception) -> LostFile:
-    """Return the damage of a file of which any library has raised this.
-
-    Raises an `OSError` of the disk, `MemoryError` and `UserError`, which are none of the file.
-    """
-    of_disk = isinstance(error, OSError) and error.errno is not None
-    if of_disk or isinstance(error, UserError | MemoryError):
-        raise error
-    if isinstance(error, LostFile):
-        return error
-    return LostFile(f"from here on it cannot be read ({type(error).__name__}: {error})")
+        yield block, before
 
 
 def text_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
@@ -303,24 +274,18 @@ def text_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> 
 
 
 def line_blocks(stream: Any, each: Input, longest: int) -> Iterator[Numbered]:
-    """Yield whole lines, many at once. One of more than `longest` bytes may be cut above that."""
-    number, rest, skipping, left = 1, b"", False, 2**62
-    text = unpacked(stream, each.name) if each.end is None else stream
-    if each.end is not None:
-        stream.seek(each.begin)
-        left = each.end - each.begin
+    """Yield whole lines, many at once. Of one of more than `longest` bytes some may be left out."""
+    number, rest, left = 1, b"", each.size if each.end else 2**62
+    stream.seek(each.begin)
+    text = stream if each.end else unpacked(stream, each.name)
     while chunk := text.read1(min(CHUNK, left)):
         left -= len(chunk)
-        if skipping:
-            _, newline, chunk = chunk.partition(b"\n")
-            skipping = not newline
+        if len(rest) > longest and b"\n" not in chunk:
+            continue
         lines, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
             yield number, lines + newline
             number += lines.count(b"\n") + 1
-        if len(rest) > longest:
-            yield number, rest + b"\n"
-            number, rest, skipping = number + 1, b"", True
     if rest:
         yield number, rest
 
@@ -329,13 +294,14 @@ def unpacked(stream: Any, name: str) -> Any:
     """Return a stream of what a file holds, whatever it is compressed by.
 
     Its first bytes tell, not its name. Raises `LostFile`, and what its library raises of damage.
+    What is packed more than `DEEPEST` times is no text.
     """
-    for _ in range(DEEPEST + 1):
+    for _ in range(DEEPEST):
         start = stream.peek(100)
         if start.startswith(LFS):
             raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")
         if not (found := MAGIC.match(start)):
-            return stream
+            break
         if found.lastgroup == "zstd":
             with needs_package("pyarrow", f"reading {name}"):
                 import pyarrow
@@ -345,15 +311,14 @@ def unpacked(stream: Any, name: str) -> Any:
             stream = gzip.open(stream)
         else:
             stream = io.BufferedReader(Streams(stream, STREAMS[str(found.lastgroup)]), CHUNK)
-    raise LostFile(f"it is packed more than {DEEPEST} times")
+    return stream
 
 
 class Streams(io.RawIOBase):
     """What streams of xz or bzip2 hold. Python's own readers end at what follows one, silently."""
 
     def __init__(self, stream: Any, begin: Callable[[], Any]) -> None:
-        self.stream, self.begin, self.left = stream, begin, b""
-        self.one: Any = None
+        self.stream, self.begin, self.one = stream, begin, begin()
 
     def readable(self) -> bool:
         """Return that it can be read."""
@@ -361,23 +326,18 @@ class Streams(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read some bytes, or none at the end. Raises `EOFError`, `OSError` and `LZMAError`."""
-        while True:
+        found = b""
+        while not found:
             data = b""
-            if self.one is None or self.one.needs_input:
-                data, self.left = self.left or self.stream.read(CHUNK), b""
-                if not data and self.one:
-                    raise EOFError("it is cut short")
-                if not data:
-                    return 0
-                if self.one is None and not (data := data.lstrip(b"\0")):  # padding
-                    continue
-            self.one = self.one or self.begin()
-            found = self.one.decompress(data, len(buffer))
             if self.one.eof:
-                self.left, self.one = self.one.unused_data, None
-            if found:
-                buffer[: len(found)] = found
-                return len(found)
+                if not (data := self.one.unused_data or self.stream.read(CHUNK)):
+                    return 0
+                self.one = self.begin()
+            elif self.one.needs_input and not (data := self.stream.read(CHUNK)):
+                raise EOFError("it is cut short")
+            found = self.one.decompress(data, len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
 
 
 def open_table(stream: Any, name: str, field: str) -> Any:
@@ -386,27 +346,23 @@ def open_table(stream: Any, name: str, field: str) -> Any:
         import pyarrow.parquet
     # pre_buffer would hold all row groups in memory.
     table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20)
-    kinds = [str(each.type) for each in table.schema_arrow if each.name == field]
-    if kinds not in TEXT:
-        has = f"the column {field!r} is {' and '.join(kinds)}" if kinds else f"no column {field!r}"
+    if [str(each.type) for each in table.schema_arrow if each.name == field] not in TEXT:
+        columns = ", ".join(f"{each.name} ({each.type})" for each in table.schema_arrow)
         raise UserError(
-            f"data.source: {name} has no text there ({has}): name a column of strings among "
-            f"{', '.join(table.schema_arrow.names)} (parquet:GLOB:FIELD)"
+            f"data.source: {name} has not one column {field!r} of strings: name one that has them, "
+            f"of {columns} (parquet:GLOB:FIELD)"
         )
     return table
 
 
-def row_groups(whole: Input, field: str, size: int) -> list[Input]:
+def row_groups(whole: Input, source: DataSource, size: int) -> list[Input]:
     """Return a Parquet file as runs of row groups, of about `size` bytes. Raises as `open_table`.
 
     A file that cannot be read is left to whoever reads its rows.
     """
-    try:
-        with open_place(whole.name) as stream:
-            groups = open_table(stream, whole.name, field).num_row_groups
-    except Exception as error:
-        lost_file(error)
-        return [whole]
+    groups = 1
+    with contextlib.suppress(LostFile), input_file(whole.name) as stream:
+        groups = open_table(stream, whole.name, source.field).num_row_groups
     runs = max(1, min(groups, whole.size // size))
     return [
         Input(whole.name, whole.size // runs, groups * run // runs, groups * (run + 1) // runs)
@@ -417,16 +373,13 @@ def row_groups(whole: Input, field: str, size: int) -> list[Input]:
 def parquet_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
     """Yield the rows of a Parquet file, or of some of its row groups."""
     table = open_table(stream, each.name, source.field)
-    import pyarrow
-
-    groups = range(each.begin, table.num_row_groups if each.end is None else each.end)
-    number = 1 + sum(table.metadata.row_group(n).num_rows for n in range(groups.start))
-    for batch in table.iter_batches(ROWS, row_groups=[*groups], columns=[source.field]):
-        column = batch.column(batch.schema.get_field_index(source.field))
+    groups = [*range(each.begin, each.end or 0)]
+    number = 1 + sum(table.metadata.row_group(n).num_rows for n in range(each.begin))
+    for batch in table.iter_batches(ROWS, row_groups=groups, columns=[source.field]):
         # As bytes, so that a value that is not UTF-8 is one damaged record.
-        for value in column.cast(pyarrow.large_binary()).to_pylist():
-            yield number, value
-            number += 1
+        values = batch.column(source.field).cast("large_binary").to_pylist()
+        yield from enumerate(values, number)
+        number += len(values)
 
 
 @functools.lru_cache(maxsize=1)  # the hub is asked once, not for each shard
@@ -459,20 +412,11 @@ def load_dataset(source: DataSource) -> Any:
 
 
 def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes) -> Records:
-    """Yield the rows of a shard of a data set of Hugging Face.
-
-    Raises `UserError` for whatever its files or its network raise.
-    """
-    data = load_dataset(source)
-    try:
-        for number, row in enumerate(data.shard(num_shards=shard.end, index=shard.begin), start=1):
-            value = row.get(source.field)
-            yield number, value if isinstance(value, (bytes, str)) else None
-    except Exception as error:
-        raise UserError(
-            f"cannot read shard {shard.begin} of the data set {shard.name} "
-            f"({type(error).__name__}: {error}): start again to continue; what is done is kept"
-        ) from None
+    """Yield the rows of a shard of a data set of Hugging Face."""
+    rows = load_dataset(source).shard(num_shards=shard.end, index=shard.begin)
+    for number, row in enumerate(rows, start=1):
+        value = row.get(source.field)
+        yield number, value if isinstance(value, (bytes, str)) else None
 
 
 # By the kind of a source: from the stream of an input to its records.

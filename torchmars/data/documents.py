@@ -6,15 +6,18 @@ A process imports this file and a tokenizer, and nothing heavy.
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
+from torchmars.data.manifest import SPLITS, Split
 from torchmars.data.tokenizer import Unencodable, load_tokenizer, smallest_dtype
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
+SEPARATED = re.compile(rb"(<\|endoftext\|>.*\n?)")  # from there to the end of its line
 
 
 class Damage(Exception):
@@ -28,19 +31,10 @@ class LostFile(Damage):
 loaded = lru_cache(maxsize=1)(load_tokenizer)  # for the blocks of a process, one after the other
 Record = bytes | str | Damage | None
 """The bytes of a document or line, or the value of a row, or why there is none."""
-
-
-@dataclass
-class TextPart:
-    """Consecutive records of one input, as they were read."""
-
-    file: str
-    unit: str
-    """The unit of their numbers: line, where from they are counted, or row."""
-    records: list[tuple[int, Record]] = field(default_factory=list)
-    """Each with the number where it begins. Where the file cannot be read, why is the last one."""
-    read: int = 0
-    """Bytes of the input that were read for it."""
+Block = list[tuple[str, str, int, Record]]
+"""Records that are tokenised at once, each with its file and its number there, after the unit of
+that: line, where from they are counted, or row. Where a file cannot be read, why is the last one.
+"""
 
 
 @dataclass
@@ -55,15 +49,17 @@ class Damaged:
 
 
 @dataclass
-class Encoded:
-    """The result of a block."""
+class Part:
+    """What has been made of a part of a corpus."""
 
-    tokens: dict[str, np.ndarray]
-    """Of each split, with the tokens that begin and end each document."""
-    documents: dict[str, int]
-    text: dict[str, int]
-    """Bytes of the documents of each split, in UTF-8."""
-    damaged: list[Damaged]
+    splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
+    damaged: list[Damaged] = field(default_factory=list)
+
+    def add(self, other: "Part") -> None:
+        """Append what follows."""
+        for name, split in other.splits.items():
+            self.splits[name].add(split)
+        self.damaged += other.damaged
 
 
 @dataclass
@@ -79,31 +75,33 @@ class Encoder:
     longest: int
     """Bytes of the longest document."""
 
-    def encode(self, block: list[TextPart]) -> Encoded:
-        """Return the tokens of a block. Raises `UserError` if the tokenizer cannot be had."""
+    def encode(self, block: Block) -> tuple[dict[str, np.ndarray], Part]:
+        """Return the tokens of a block, of each split, and what they are.
+
+        Raises `UserError` if the tokenizer cannot be had.
+        """
         tokenizer = loaded(self.tokenizer, self.begin_token)
         dtype = smallest_dtype(tokenizer.vocab_size)
         begin, end = np.array(tokenizer.before, dtype), np.array([tokenizer.end_of_text], dtype)
-        tokens = {split: [np.empty(0, dtype)] for split in ("train", "validation")}
-        done = Encoded({}, dict.fromkeys(tokens, 0), dict.fromkeys(tokens, 0), [])
-        for part in block:
-            for number, raw in part.records:
-                try:
-                    text = self.read(raw)
-                    content = text.strip().encode()
-                    if content:
-                        [encoded] = tokenizer.encode_batch([text])
-                        split = self.split_of(content)
-                        tokens[split] += [begin, encoded, end]
-                        done.documents[split] += 1
-                        done.text[split] += len(text.encode())
-                except (Damage, Unencodable, UnicodeEncodeError) as error:
-                    # JSON can name half of a surrogate pair.
-                    place, rest = f"{part.unit} {number}", isinstance(error, LostFile)
-                    done.damaged.append(Damaged(part.file, place, str(error), rest))
-        for split, arrays in tokens.items():
-            done.tokens[split] = np.concatenate(arrays)
-        return done
+        arrays, part = {name: [np.empty(0, dtype)] for name in SPLITS}, Part()
+        for file, unit, number, raw in block:
+            try:
+                text = self.read(raw)
+                content = text.strip().encode()
+                if content:
+                    [encoded] = tokenizer.encode_batch([text])
+                    name = self.split_of(content)
+                    arrays[name] += [begin, encoded, end]
+                    part.splits[name].documents += 1
+                    part.splits[name].text_bytes += len(text.encode())
+            except (Damage, Unencodable, UnicodeEncodeError) as error:
+                # JSON can name half of a surrogate pair.
+                place, rest = f"{unit} {number}", isinstance(error, LostFile)
+                part.damaged.append(Damaged(file, place, str(error), rest))
+        tokens = {name: np.concatenate(each) for name, each in arrays.items()}
+        for name, split in part.splits.items():
+            split.tokens, split.max_token = len(tokens[name]), int(tokens[name].max(initial=0))
+        return tokens, part
 
     def split_of(self, content: bytes) -> str:
         """Return the split that a document belongs to, by a hash that its copies share."""
@@ -171,30 +169,20 @@ def documents_of(blocks: Iterable[Numbered], longest: int) -> Iterator[Numbered]
     """
     document, begin = bytearray(), 0
     for number, block in blocks:
-        for text in around_separators(block):
+        for text in SEPARATED.split(block):
             begin = begin if document else number
             number += text.count(b"\n")
-            ends = text.strip() == SEPARATOR
-            if document and ends:
-                yield begin, bytes(document)
+            line = document.rfind(b"\n") + 1  # which `text` goes on with, or begins
+            if text.strip() != SEPARATOR or document[line:].strip():
+                document += text
+            else:
+                yield begin, bytes(document[:line])
                 document.clear()
-            document += b"" if ends else text
             while len(document) > longest:
-                line_end = document.rfind(b"\n", 0, longest) + 1 or document.find(b"\n") + 1
-                yield begin, bytes(document[: line_end or None])
-                begin += document.count(b"\n", 0, line_end)
-                del document[: line_end or None]
-    if document:
-        yield begin, bytes(document)
-
-
-def around_separators(block: bytes) -> Iterator[bytes]:
-    """Yield the lines of a block that have a `SEPARATOR`, each alone, and what is between them."""
-    begin = 0
-    while (found := block.find(SEPARATOR, begin)) >= 0:
-        first = block.rfind(b"\n", begin, found) + 1 or begin
-        last = block.find(b"\n", found) + 1 or len(block)
-        yield from filter(None, (block[begin:first], block[first:last]))
-        begin = last
-    if rest := block[begin:]:
-        yield rest
+                end = document.rfind(b"\n", 0, longest) + 1 or document.find(b"\n") + 1
+                if not end:
+                    break
+                yield begin, bytes(document[:end])
+                begin += document.count(b"\n", 0, end)
+                del document[:end]
+    yield begin, bytes(document)

@@ -17,7 +17,7 @@ import os
 import re
 import struct
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 
@@ -27,7 +27,9 @@ from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import PARTIAL, open_file
 from torchmars.core.words import counted
+from torchmars.data.corpus import matching_files
 from torchmars.data.manifest import (
+    SPLITS,
     Shard,
     cut_end,
     make_manifest,
@@ -39,7 +41,7 @@ from torchmars.data.progress_bar import progress_bar
 from torchmars.data.tokenizer import TokenDtype, load_tokenizer
 
 # The last of these words in a file's name tells its split.
-SPLIT_WORDS = re.compile(r"(?<![a-z])(train|val|valid|validation|test)(?![a-z])")
+SPLIT_WORDS = re.compile(r"(?<![a-z])(train|val|test)(?:id|idation)?(?![a-z])")
 SHARD_TOKENS = 100_000_000
 LLMC_HEADER = 256 * 4  # bytes
 # By magic number and version.
@@ -61,31 +63,29 @@ def index(config: ResolvedData, folder: Path) -> None:
     there are no validation tokens, the end of the training tokens is that split. Raises
     `UserError`, naming the file, for one that violates its format.
     """
-    read = READERS[parse_source(config.source).kind]
-    files = find_files(config)
-    found = [read(file) for split in files for file in split]
-    dtype, tokenizer = found[0][1], load_tokenizer(config.tokenizer, config.begin_token)
-    for shard, other in found:
+    kind = parse_source(config.source).kind
+    train, validation = ([read_file(file, kind) for file in files] for files in find_files(config))
+    first, dtype = train[0]
+    for shard, other in (*train, *validation):
         if other != dtype:
             raise UserError(
-                f"{shard.file} has {other} tokens, {found[0][0].file} {dtype}: make them a "
-                "data.mixture of two parts"
+                f"{shard.file} has {other} tokens, {first.file} {dtype}: make them a data.mixture "
+                "of two parts"
             )
-    shards = [shard for shard, _ in found]
-    train, validation = shards[: len(files[0])], shards[len(files[0]) :]
+    shards = [shard for shard, _ in train], [shard for shard, _ in validation]
+    total = sum(shard.tokens for split in shards for shard in split)
     if not validation:
-        train, validation = cut_end(train, config.validation_fraction, dtype)
-    splits = {}
-    total = sum(shard.tokens for shard in shards)
-    with progress_bar(f"reading {config.source}", total, "tokens") as bar:
-        for name, whole in (("train", train), ("validation", validation)):
+        shards = cut_end(shards[0], config.validation_fraction, dtype)
+    tokenizer, splits = load_tokenizer(config.tokenizer, config.begin_token), {}
+    told = file_errors(f"cannot read the tokens of {config.source}", "restore them")
+    with told, progress_bar(f"reading {config.source}", total, "tokens") as bar:
+        for name, whole in zip(SPLITS, shards):
             parts = [
                 each.part(begin, min(begin + SHARD_TOKENS, each.tokens), dtype)
                 for each in whole
                 for begin in range(0, each.tokens, SHARD_TOKENS)
             ]
-            with file_errors(f"cannot read the tokens of {config.source}", "restore them"):
-                splits[name] = read_split(parts, dtype, folder, tokenizer, bar.update)
+            splits[name] = read_split(parts, dtype, folder, tokenizer, bar.update)
     folder.mkdir(parents=True, exist_ok=True)
     if any(not file.name.endswith(PARTIAL) for file in folder.iterdir()):
         raise UserError(
@@ -101,110 +101,93 @@ def find_files(config: ResolvedData) -> tuple[list[Path], list[Path]]:
     there are none to train on.
     """
     source = parse_source(config.source)
-    held = {
-        file
-        for pattern in config.validation_files
-        for file in token_files(pattern, source.kind, "data.validation_files")
-    }
-    place = os.path.expanduser(source.glob)
-    is_folder = os.path.isdir(place)
-    splits: dict[str, list[Path]] = {"t": [], "v": [*held], "other": []}
-    for file in token_files(source.glob, source.kind, "data.source"):
-        words = SPLIT_WORDS.findall(file.name.lower())
-        # There may be other files in a folder of nanoGPT's or llm.c's.
-        split = "other" if is_folder and source.kind != "megatron" else "t"
-        if words and (is_folder or glob.has_magic(place)):
-            split = "other" if words[-1] == "test" else words[-1][0]
+    held = {*token_files(config.validation_files, source.kind, "data.validation_files")}
+    is_folder = os.path.isdir(os.path.expanduser(source.glob))
+    # There may be other files in a folder of nanoGPT's or llm.c's.
+    unnamed = "test" if is_folder and source.kind != "megatron" else "train"
+    splits: dict[str, list[Path]] = {"train": [], "val": [*held], "test": []}
+    for file in token_files([source.glob], source.kind, "data.source"):
+        several = is_folder or glob.has_magic(source.glob)
+        words = SPLIT_WORDS.findall(file.name.lower()) if several else ["train"]
         if file not in held:
-            splits[split].append(file)
-    if others := splits["other"]:
+            splits[(words or [unnamed])[-1]].append(file)
+    if others := splits["test"]:
         say(
             f"left out {counted(len(others), 'file')} whose names say neither train nor val (the "
             f"first: {others[0]}): name those to read outright or in data.validation_files"
         )
-    if not splits["t"]:
+    if not splits["train"]:
         raise UserError(
-            f'data.source = "{config.source}" finds no tokens to train on: name other files of '
-            "tokens"
+            f'data.source = "{config.source}" finds no tokens to train on: name other files'
         )
-    return splits["t"], sorted(splits["v"])
+    return splits["train"], sorted(splits["val"])
 
 
-def token_files(pattern: str, kind: str, option: str) -> list[Path]:
-    """Return the files of tokens that a path, a folder or a glob names. Raises `UserError`."""
-    place = os.path.expanduser(pattern)
-    if os.path.isdir(place):
-        place = os.path.join(glob.escape(place), "*.bin")
-    elif kind == "megatron":
-        place = place.removesuffix(".idx").removesuffix(".bin") + ".bin"
-    found = [place] if os.path.lexists(place) else glob.glob(place, recursive=True)
-    if not found:
-        raise UserError(
-            f"{option}: {pattern!r} names no file of tokens: paths count from {os.getcwd()}"
-        )
+def token_files(patterns: list[str], kind: str, option: str) -> list[Path]:
+    """Return the files of tokens that paths, folders and globs name. Raises `UserError`."""
+    found: set[PurePath] = set()
+    for pattern in patterns:
+        place = os.path.expanduser(pattern)
+        if os.path.isdir(place):
+            place = os.path.join(glob.escape(place), "*.bin")
+        elif kind == "megatron":
+            place = place.removesuffix(".idx").removesuffix(".bin") + ".bin"
+        found.update(matching_files(place, kind, option))
     return sorted(Path(os.path.abspath(file)) for file in found)
 
 
-def nanogpt_tokens(file: Path) -> Found:
+def read_file(file: Path, kind: str) -> Found:
+    """Return the tokens of a file. Raises `UserError` for one that is not of its kind."""
+    with file_errors(f"cannot read {file}", "name files of tokens"), open_file(file) as stream:
+        size, start = os.fstat(stream.fileno()).st_size, stream.read(12)
+    if found := READERS[kind](file, size, start.ljust(12, b"\0")):
+        return found
+    raise UserError(
+        f"{file}, of {size} bytes that begin with {start!r}, is no whole file of {kind} tokens of "
+        "16 or 32 bits: copy it again (for megatron with its .idx), make it again with today's "
+        "version of that program, or name its kind in data.source"
+    )
+
+
+def nanogpt_tokens(file: Path, size: int, start: bytes) -> Found | None:
     """Return the tokens of a file without a header."""
-    size, start = read_start(file, 8)
-    header = struct.unpack("<2i", start.ljust(8, b"\0"))
-    if size % 2 or not size or header in LLMC_KINDS or start.startswith(b"\x93NUMPY"):
-        raise UserError(
-            f"{file} has {size} bytes and begins with {start!r}: nanoGPT's tokens are uint16 "
-            "without a header; llmc: reads files of llm.c"
-        )
-    return Shard(str(file), size // 2), "uint16"
+    of_others = struct.unpack("<2i", start[:8]) in LLMC_KINDS or start.startswith(b"\x93NUMPY")
+    return None if size % 2 or not size or of_others else (Shard(str(file), size // 2), "uint16")
 
 
-def llmc_tokens(file: Path) -> Found:
+def llmc_tokens(file: Path, size: int, start: bytes) -> Found | None:
     """Return the tokens of a file with llm.c's header."""
-    size, header = read_start(file, 12)
-    magic, version, count = struct.unpack("<3i", header.ljust(12, b"\0"))
+    magic, version, count = struct.unpack("<3i", start)
     dtype = LLMC_KINDS.get((magic, version))
     if dtype and count > 0 and size == LLMC_HEADER + count * numpy_dtype(dtype).itemsize:
         return Shard(str(file), count, offset=LLMC_HEADER), dtype
-    known = " or ".join(f"{magic} and {version}" for magic, version in LLMC_KINDS)
-    raise UserError(
-        f"{file} has {size} bytes, and by its header magic number {magic}, version {version} and "
-        f"{count} tokens: that is no whole file of llm.c's ({known}): copy it again, or make it "
-        "again with today's llm.c"
-    )
+    return None
 
 
-def megatron_tokens(file: Path) -> Found:
+def megatron_tokens(file: Path, size: int, start: bytes) -> Found | None:
     """Return the tokens of a file that an index beside it describes."""
-    index_file = file.with_suffix(".idx")
-    size, _ = read_start(file, 0)
-    _, header = read_start(index_file, MEGATRON_HEADER.size)
-    magic, version, code, sequences, _ = MEGATRON_HEADER.unpack(
-        header.ljust(MEGATRON_HEADER.size, b"\0")
-    )
-    with contextlib.suppress(KeyError, ValueError, OverflowError):  # it ends before what it says
+    begin, index_file = MEGATRON_HEADER.size, file.with_suffix(".idx")
+    # A ValueError or struct.error: it ends before what it says.
+    with contextlib.suppress(KeyError, ValueError, OverflowError, struct.error):
+        with file_errors(f"cannot read {index_file}", "name files of tokens"):
+            content = np.memmap(index_file, mode="r")
+        magic, version, code, sequences, _ = MEGATRON_HEADER.unpack(content[:begin].tobytes())
         dtype = MEGATRON_KINDS[magic, version, code]
-        content, width = np.memmap(index_file, mode="r"), numpy_dtype(dtype).itemsize
+        width = numpy_dtype(dtype).itemsize
         # The length of each sequence in tokens, and its byte offset. What follows says which of
         # them are one document.
-        lengths = np.frombuffer(content, "<i4", sequences, len(header))
-        pointers = np.frombuffer(content, "<i8", sequences, len(header) + lengths.nbytes)
+        lengths = np.frombuffer(content, "<i4", sequences, begin)
+        pointers = np.frombuffer(content, "<i8", sequences, begin + lengths.nbytes)
         ends = np.cumsum(lengths, dtype=np.int64) * width
         if size and [*ends[-1:]] == [size] and np.array_equal(pointers, [0, *ends[:-1]]):
             return Shard(str(file), size // width), dtype
-    raise UserError(
-        f"{index_file} (version {version}, dtype {code}) is no index of Megatron's of the uint16 "
-        f"or int32 tokens in {file}, which has {size} bytes: copy both again, or make them again "
-        "with preprocess_data.py"
-    )
+    return None
 
 
-READERS: dict[str, Callable[[Path], Found]] = {
+# By the kind of a source: from a file, its bytes and the first 12 of them to its tokens; None where
+# it is not of that kind.
+READERS: dict[str, Callable[[Path, int, bytes], Found | None]] = {
     "nanogpt": nanogpt_tokens,
     "llmc": llmc_tokens,
     "megatron": megatron_tokens,
 }
-
-
-def read_start(file: Path, count: int) -> tuple[int, bytes]:
-    """Return the bytes of a regular file: how many, and the first `count`. Raises `UserError`."""
-    with file_errors(f"cannot read {file}", "name files of tokens"), open_file(file) as stream:
-        return os.fstat(stream.fileno()).st_size, stream.read(count)

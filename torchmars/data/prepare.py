@@ -17,8 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
+
+import numpy as np
 
 from torchmars.cluster.process import send_once_gone
 from torchmars.config import ResolvedData
@@ -38,12 +40,11 @@ from torchmars.core.files import (
 from torchmars.core.words import counted
 from torchmars.data import foreign
 from torchmars.data.corpus import Sizes, corpus_pieces, read_piece, source_files
-from torchmars.data.documents import Damaged, Encoded, Encoder, TextPart
+from torchmars.data.documents import Block, Damaged, Encoder, Part
 from torchmars.data.manifest import (
     SPLITS,
     DataManifest,
     Shard,
-    Split,
     TokenDtype,
     check_manifest,
     cut_end,
@@ -69,7 +70,7 @@ AHEAD = 2  # blocks that are read ahead for each process that tokenises
 # More damage ends the preparation: records that are left out, and files that cannot be read to
 # their end, as a share of the corpus's bytes.
 DAMAGED_RECORDS, LOST_SHARE = 100, 0.01
-Block = list[TextPart]
+Encoded = tuple[dict[str, np.ndarray], Part]
 Submit = Callable[[Block], "Future[Encoded]"]
 
 
@@ -164,7 +165,7 @@ class Preparation:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_durably(plan, json.dumps(self.made_from))
 
-    def parts(self) -> "list[Part | None]":
+    def parts(self) -> list[Part | None]:
         """Return what has been made of each piece; None of those that are not done."""
         return [finished_part(self.folder, number) for number in range(len(self.pieces))]
 
@@ -183,24 +184,30 @@ class Preparation:
         what = f"tokenising {config.source} ({config.tokenizer})"
         unit = " shards" if source.kind == "hf" else "B"
         with progress_bar(what, total, unit) as bar, start_pool(encoder, processes) as submit:
-            for writer, block, future in in_order(self.blocks(mine), submit, AHEAD * processes):
-                if block is None or future is None:
+            for writer, future, read in in_order(self.blocks(mine), submit, AHEAD * processes):
+                bar.update(read - bar.n)
+                if future is None:
                     writer.close()
                     continue
-                encoded = future.result()
-                writer.add(encoded)
-                bar.update(sum(part.read for part in block))
-                damaged += encoded.damaged
+                tokens, part = future.result()
+                writer.add(tokens, part)
+                damaged += part.damaged
                 self.check_damage(damaged)
 
-    def blocks(self, numbers: Iterable[int]) -> Iterator[tuple["PieceWriter", Block | None]]:
-        """Yield the blocks of pieces, each with its writer; None ends a piece."""
+    def blocks(self, numbers: Iterable[int]) -> "Iterator[tuple[PieceWriter, Block, int]]":
+        """Yield the blocks of pieces, each with its writer and the bytes of all of them up to it.
+
+        An empty one ends a piece.
+        """
+        before = 0
         for number in numbers:
+            piece = self.pieces[number]
             writer = PieceWriter(self.folder, number, self.dtype)
             if not writer.done:
-                for block in read_piece(self.pieces[number], self.source, self.sizes):
-                    yield writer, block
-            yield writer, None
+                for block, read in read_piece(piece, self.source, self.sizes):
+                    yield writer, block, before + read
+            before += sum(each.size for each in piece)
+            yield writer, [], before
 
     def check_damage(self, damaged: list[Damaged]) -> str:
         """Return the damage of the corpus in words: "" if there is none.
@@ -226,18 +233,16 @@ class Preparation:
             )
         return words
 
-    def finish_folder(self, parts: "list[Part]") -> None:
+    def finish_folder(self, parts: list[Part]) -> None:
         """Complete the folder, whose pieces are all done. It can be called again after a kill.
 
         Raises `UserError` for a corpus without text, and for too much damage.
         """
         config, folder = self.config, self.folder
-        damaged = [each for part in parts for each in part.damaged]
-        words = self.check_damage(damaged)
-        splits = {name: Split() for name in SPLITS}
+        whole = Part()
         for part in parts:
-            for name, split in part.splits.items():
-                splits[name].add(split)
+            whole.add(part)
+        words, splits = self.check_damage(whole.damaged), whole.splits
         tokens = sum(split.tokens for split in splits.values())
         if tokens <= len(self.tokenizer.before) + 1:  # no more than begins and ends a document
             take_back(folder)
@@ -248,15 +253,15 @@ class Preparation:
                 "too few documents to split by document: the last "
                 f"{100 * config.validation_fraction:g}% of the tokens is the validation split"
             )
-            whole = [shard for split in splits.values() for shard in split.shards]
-            both = cut_end(whole, config.validation_fraction, self.dtype)
+            shards = [shard for split in splits.values() for shard in split.shards]
+            both = cut_end(shards, config.validation_fraction, self.dtype)
             size = sum(split.text_bytes for split in splits.values())
             train, validation = (read_split(s, self.dtype, folder, self.tokenizer) for s in both)
             train.text_bytes = size * train.tokens // tokens
             validation.text_bytes = size - train.text_bytes
             splits = dict(zip(SPLITS, (train, validation)))
-        if damaged:
-            lines = "".join(json.dumps(asdict(each)) + "\n" for each in damaged)
+        if words:
+            lines = "".join(json.dumps(asdict(each)) + "\n" for each in whole.damaged)
             write_durably(folder / DAMAGED, lines)
             say(f"left out {words}; all are in {DAMAGED} of {config.path}")
         manifest = make_manifest(config, self.tokenizer, self.dtype, splits)
@@ -298,16 +303,16 @@ def take_back(folder: Path) -> None:
         folder.rmdir()
 
 
-Submitted = tuple["PieceWriter", Block | None, "Future[Encoded] | None"]
+Submitted = tuple["PieceWriter", "Future[Encoded] | None", int]
 
 
 def in_order(
-    blocks: Iterable[tuple["PieceWriter", Block | None]], submit: Submit, ahead: int
+    blocks: Iterable[tuple["PieceWriter", Block, int]], submit: Submit, ahead: int
 ) -> Iterator[Submitted]:
     """Yield blocks in their order, submitted; at most `ahead` after each are under way."""
     pending: deque[Submitted] = deque()
-    for writer, block in blocks:
-        pending.append((writer, block, submit(block) if block else None))
+    for writer, block, read in blocks:
+        pending.append((writer, submit(block) if block else None, read))
         if len(pending) > ahead:
             yield pending.popleft()
     yield from pending
@@ -354,14 +359,6 @@ def begin_process(parent: int) -> None:
     send_once_gone(parent, signal.SIGKILL)
 
 
-@dataclass
-class Part:
-    """What has been made of a piece."""
-
-    splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
-    damaged: list[Damaged] = field(default_factory=list)
-
-
 def part_file(folder: Path, number: int) -> Path:
     """Return the file that says what has been made of a piece, once it is done."""
     return folder / f"part-{number:05d}.json"
@@ -388,22 +385,18 @@ class PieceWriter:
         self.part = Part()
         self.shards: dict[str, tuple[DurableFile, hashlib._Hash]] = {}
 
-    def add(self, encoded: Encoded) -> None:
+    def add(self, tokens: dict[str, np.ndarray], part: Part) -> None:
         """Append the tokens of a block. Raises `OSError`."""
-        for name, tokens in encoded.tokens.items():
-            split = self.part.splits[name]
-            counts = encoded.documents[name], encoded.text[name], int(tokens.max(initial=0))
-            split.add(Split(len(tokens), *counts))
-            if len(tokens):
+        self.part.add(part)
+        for name, some in tokens.items():
+            if len(some):
                 if name not in self.shards:
-                    split.shards = [Shard(f"{name}-{self.number:05d}.bin", 0)]
-                    file = DurableFile(self.folder / split.shards[0].file)
+                    file = DurableFile(self.folder / f"{name}-{self.number:05d}.bin")
                     self.shards[name] = file, hashlib.sha256()
                 file, digest = self.shards[name]
-                data = tokens.astype(self.dtype, copy=False).tobytes()
+                data = some.astype(self.dtype, copy=False).tobytes()
                 file.write(data)
                 digest.update(data)
-        self.part.damaged += encoded.damaged
 
     def close(self) -> None:
         """Make the piece durable and done, and let go of it. Raises `OSError`."""
@@ -411,7 +404,7 @@ class PieceWriter:
             for name, (file, digest) in self.shards.items():
                 file.close()
                 split = self.part.splits[name]
-                split.shards[0] = Shard(split.shards[0].file, split.tokens, digest.hexdigest())
+                split.shards = [Shard(Path(file.name).name, split.tokens, digest.hexdigest())]
             sync_folder(self.folder)
             write_durably(self.file, json.dumps(asdict(self.part)))
         if self.lock is not None:
