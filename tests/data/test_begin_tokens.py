@@ -8,10 +8,10 @@ from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config
 from tests.support.tokenizers import KINDS, llama_2, write_tokenizer
 from torchmars.core.errors import UserError
+from torchmars.data import corpus
 from torchmars.data import windows as packing
-from torchmars.data.corpus import Sizes
 from torchmars.data.manifest import read_manifest
-from torchmars.data.prepare import prepare_shards, prepare_task
+from torchmars.data.prepare import prepare_shards
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.data.windows import (
     Mixture,
@@ -146,18 +146,18 @@ def test_shards_of_another_begin_token_are_a_mistake(tmp_path):
         prepare_shards(config_of(tmp_path, tmp_path, "auto", path=str(tmp_path / "plain")))
 
 
-def test_a_folder_that_was_begun_keeps_its_begin_token(tmp_path):
+def test_a_folder_that_was_begun_keeps_its_begin_token(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     for number in range(3):
         (tmp_path / "texts" / f"{number}.txt").write_text("a fox\n" * 50)
-    sizes = Sizes(piece=100)
+    monkeypatch.setattr(corpus, "PIECE", 100)
     plain = config_of(tmp_path, "bytes", "none", files=[str(tmp_path / "texts")])
-    assert prepare_task(plain, 0, 3, sizes) is None
+    assert prepare_shards(plain, 0, 3) is None
     other = config_of(tmp_path, "bytes", "a", files=[str(tmp_path / "texts")])
     with pytest.raises(UserError, match="with data.begin_token = null, now it is 97"):
-        prepare_task(other, 1, 3, sizes)
-    assert prepare_task(plain, 1, 3, sizes) is None
-    assert prepare_task(plain, 2, 3, sizes).begin_token is None
+        prepare_shards(other, 1, 3)
+    assert prepare_shards(plain, 1, 3) is None
+    assert prepare_shards(plain, 2, 3).begin_token is None
 
 
 def test_a_border_is_an_end_and_the_begin_token_after_it():
@@ -176,7 +176,8 @@ def test_packed_documents_begin_with_it(begin_token, chunk, tmp_path, monkeypatc
     theirs = write_tokenizer(tmp_path)
     write_texts(tmp_path)
     config = config_of(tmp_path, tmp_path, begin_token, validation_fraction=0.3)
-    manifest = prepare_task(config, 0, 1, Sizes(piece=500))
+    monkeypatch.setattr(corpus, "PIECE", 500)
+    manifest = prepare_shards(config)
     monkeypatch.setattr(packing, "CHUNK", chunk)
     pack_shards(tmp_path / "shards", manifest, 48)
     split, begin = manifest.splits["train"], manifest.begin_token

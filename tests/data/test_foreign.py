@@ -205,7 +205,9 @@ def test_a_folder_of_other_files_gets_no_manifest(tmp_path):
     folder = Path(config.data.path)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "thesis.tex").touch()
-    with pytest.raises(UserError, match="holds files but no manifest.json: set data.path to"):
+    with pytest.raises(
+        UserError, match="holds thesis.tex, but no manifest.json or plan.json: move"
+    ):
         prepare_data(config)
     assert [file.name for file in folder.iterdir()] == ["thesis.tex"]
 

@@ -9,7 +9,6 @@ import select
 import signal
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +21,20 @@ from torchmars.commands import prepare as command
 from torchmars.config import DataConfig
 from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
-from torchmars.data.corpus import Sizes, load_dataset
+from torchmars.data import corpus
+from torchmars.data.corpus import load_dataset
 from torchmars.data.documents import Encoder
 from torchmars.data.manifest import check_shards, has_manifest, read_manifest
-from torchmars.data.prepare import prepare_task, start_pool
+from torchmars.data.prepare import prepare_shards, start_pool
 from torchmars.data.progress_bar import progress_bar
 
-SIZES = Sizes(piece=3000, block=700, document=2000)
+LONGEST = 2000
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    for name, size in (("PIECE", 3000), ("BLOCK", 700), ("LONGEST", LONGEST)):
+        monkeypatch.setattr(corpus, name, size)
 
 
 def texts(count, seed=0):
@@ -57,7 +63,7 @@ def made(config, name, tasks=1, **changes):
     """The name and SHA-256 of each file that is made, but what names the corpus."""
     config = replace(config, path=str(Path(config.path).parent / name), **changes)
     for task in range(tasks):
-        prepare_task(config, task, tasks, SIZES)
+        prepare_shards(config, task, tasks)
     assert not list(Path(config.path).parent.glob("*.lock"))
     return files_of(config)
 
@@ -106,10 +112,10 @@ def test_tasks_in_any_order_and_finished_by_one(config, capsys):
     one = made(config, "one")
     some = replace(config, path=config.path + "-some")
     for task in (2, 0):
-        assert prepare_task(some, task, 3, SIZES) is None
-    assert prepare_task(some, 0, 1, SIZES) is not None
+        assert prepare_shards(some, task, 3) is None
+    assert prepare_shards(some) is not None
     assert files_of(some) == one
-    assert prepare_task(some, 1, 3, SIZES) == read_manifest(Path(some.path))
+    assert prepare_shards(some, 1, 3) == read_manifest(Path(some.path))
 
 
 def in_a_fork(work, kill_at):
@@ -133,7 +139,7 @@ def test_a_kill_at_any_durable_call_loses_and_doubles_nothing(config, fraction):
     for step in (1, 3, 7):
         killed = replace(config, path=f"{config.path}-{step}")
         kills, at = 0, step
-        while status := in_a_fork(lambda c=killed: prepare_task(c, 0, 1, SIZES), at):
+        while status := in_a_fork(lambda c=killed: prepare_shards(c), at):
             assert status == -signal.SIGKILL
             kills, at = kills + 1, at + step
             assert kills < 300
@@ -149,7 +155,7 @@ def test_processes_that_are_started_on_the_same_pieces_take_turns(config):
         children.append(os.fork())
         if not children[-1]:
             try:
-                prepare_task(both, task, tasks, SIZES)
+                prepare_shards(both, task, tasks)
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -167,24 +173,24 @@ def test_what_is_done_is_not_done_again(config, monkeypatch):
     made(config, "again")
     whole = len(blocks)
     killed = replace(config, path=config.path + "-killed")
-    assert in_a_fork(lambda: prepare_task(killed, 0, 1, SIZES), 12) == -signal.SIGKILL
+    assert in_a_fork(lambda: prepare_shards(killed), 12) == -signal.SIGKILL
     blocks.clear()
-    prepare_task(killed, 0, 1, SIZES)
+    prepare_shards(killed)
     assert 0 < len(blocks) < whole and files_of(killed) == one
 
 
 def test_a_start_with_another_plan_is_one_line(config, tmp_path):
     for task in range(2):
-        prepare_task(config, task, 3, SIZES)
+        prepare_shards(config, task, 3)
     for changes, message in (
         ({"validation_fraction": 0.1}, "was begun with data.validation_fraction = 0.2, now it is"),
         ({"tokenizer": "gpt2"}, 'was begun with data.tokenizer = "bytes", now it is "gpt2"'),
     ):
         with pytest.raises(UserError, match=message):
-            prepare_task(replace(config, **changes), 2, 3, SIZES)
+            prepare_shards(replace(config, **changes), 2, 3)
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(UserError, match="begun with .*a.jsonl = .*, now it is .2 bytes.*remove"):
-        prepare_task(config, 2, 3, SIZES)
+        prepare_shards(config, 2, 3)
 
 
 def block_of(*texts):
@@ -231,9 +237,9 @@ def test_long_documents_are_cut_at_line_ends(tmp_path):
     (tmp_path / "book.txt").write_text("".join(lines))
     config = DataConfig(f"text:{tmp_path}/book.txt", path=str(tmp_path / "shards"), processes=1)
     config = replace(config, validation_fraction=0.3).resolve()
-    prepare_task(config, 0, 1, SIZES)
+    prepare_shards(config)
     both = documents_of(config, "train") + documents_of(config, "validation")
-    assert len(both) > 5 and all(len(each) <= SIZES.document for each in both)
+    assert len(both) > 5 and all(len(each) <= LONGEST for each in both)
     assert sorted(each for text in both for each in text.splitlines(True)) == sorted(lines)
 
 
@@ -249,7 +255,7 @@ def test_a_split_that_gets_no_document_gets_the_end_of_the_stream(
         (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(texts))
         path = str(tmp_path / f"{number}")
         config = DataConfig(f"text:{tmp_path}/a.txt", path=path, validation_fraction=fraction)
-        manifest = prepare_task(config.resolve(), 0, 1, SIZES)
+        manifest = prepare_shards(config.resolve())
         check_shards(manifest, Path(path))
         train, validation = manifest.splits["train"], manifest.splits["validation"]
         assert train.tokens + validation.tokens == 501 * count + (count - 1)
@@ -301,8 +307,8 @@ def test_a_data_set_in_memory_goes_through_the_same_code(tmp_path, monkeypatch):
     assert made(config, "tasks", tasks=3) == one
     killed = replace(config, path=config.path + "-killed")
     for at in (8, 20):
-        assert in_a_fork(lambda: prepare_task(killed, 0, 1, SIZES), at) == -signal.SIGKILL
-    prepare_task(killed, 0, 1, SIZES)
+        assert in_a_fork(lambda: prepare_shards(killed), at) == -signal.SIGKILL
+    prepare_shards(killed)
     assert files_of(killed) == one
 
     def fail(*_, **__):
@@ -311,7 +317,7 @@ def test_a_data_set_in_memory_goes_through_the_same_code(tmp_path, monkeypatch):
     load_dataset.cache_clear()
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(UserError, match=r"the data set some/data \(ConnectionError: no network"):
-        prepare_task(replace(config, path=str(tmp_path / "new")), 0, 1, SIZES)
+        prepare_shards(replace(config, path=str(tmp_path / "new")), 0, 1)
 
 
 REVISION = "refs/convert/parquet"  # that the hub itself makes
@@ -332,7 +338,7 @@ def test_a_data_set_without_the_field_and_one_that_is_a_program(tmp_path, monkey
     load_dataset.cache_clear()
     config = DataConfig("hf:some/books", path=str(tmp_path / "shards")).resolve()
     with pytest.raises(UserError, match="scripts are no longer .*books@refs/convert/parquet"):
-        prepare_task(replace(config, source=f"hf:{tmp_path}/books"), 0, 1, SIZES)
+        prepare_shards(replace(config, source=f"hf:{tmp_path}/books"))
     asked = []
 
     def load(*args, **options):
@@ -341,7 +347,7 @@ def test_a_data_set_without_the_field_and_one_that_is_a_program(tmp_path, monkey
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(UserError, match="has no field 'text': name one of id, content"):
-        prepare_task(replace(config, source=f"{config.source}@{REVISION}:part"), 0, 1, SIZES)
+        prepare_shards(replace(config, source=f"{config.source}@{REVISION}:part"))
     options = {"split": "train", "streaming": True, "revision": REVISION}
     assert asked[-1] == (("some/books", "part"), options)
     load_dataset.cache_clear()
@@ -365,7 +371,7 @@ def test_a_local_folder_of_parquet_and_as_a_data_set(tmp_path, monkeypatch):
     assert sorted(one["train"] + one["validation"]) == sorted(texts(50, 0) + texts(50, 1))
     assert made(config, "tasks", tasks=2) == files
     config = replace(config, source=f"hf:{folder}", path=str(tmp_path / "hub"))
-    prepare_task(config, 0, 1, SIZES)
+    prepare_shards(config)
     assert {name: documents_of(config, name) for name in ("train", "validation")} == one
     for source, message in (
         (f"parquet:{folder}:body", "not one column 'body' of strings"),
@@ -373,7 +379,7 @@ def test_a_local_folder_of_parquet_and_as_a_data_set(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             path = str(tmp_path / source[-4:])
-            prepare_task(replace(config, source=source, path=path), 0, 1, SIZES)
+            prepare_shards(replace(config, source=source, path=path))
 
 
 def prepare(monkeypatch, *args):
@@ -383,7 +389,7 @@ def prepare(monkeypatch, *args):
 
 def test_the_command_prepares_a_corpus_alone_and_as_an_array(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "prepare_task", partial(prepare_task, sizes=Sizes(piece=500)))
+    monkeypatch.setattr(corpus, "PIECE", 500)
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("\n<|endoftext|>\n".join(texts(5, number)))
     source = ["--source", "text:*.txt", "--validation_fraction=0.3"]
@@ -444,7 +450,7 @@ def test_two_tasks_of_an_array_complete_what_the_others_have_left(config):
     for numbers, mine in ((range(5), [0, 2, 3]), ([1, 4], [1, 4])):
         assert not has_manifest(Path(array.path))
         for number in mine:
-            prepare_task(array, *scheduler.task_of_array(array_variables(number, numbers)), SIZES)
+            prepare_shards(array, *scheduler.task_of_array(array_variables(number, numbers)))
     assert files_of(array) == one
 
 
@@ -452,9 +458,9 @@ def test_too_much_damage_and_a_kill_leave_nothing_to_be_removed_by_hand(config, 
     whole = (tmp_path / "a.jsonl").read_text()
     (tmp_path / "a.jsonl").write_text("{\n" * 101 + whole)
     with pytest.raises(UserError, match="101 damaged records .the first: .*a.jsonl, line 1: it is"):
-        prepare_task(config, 0, 1, SIZES)
+        prepare_shards(config)
     (tmp_path / "a.jsonl").write_text(whole)
-    assert prepare_task(config, 0, 1, SIZES) is not None
+    assert prepare_shards(config) is not None
     for name in ("one.lock", "one/plan.json", "one/part-00000.lock"):  # as a kill leaves them
         (tmp_path / name).touch()
     made(config, "one")
@@ -469,7 +475,7 @@ def test_a_complete_folder_is_only_read(config, monkeypatch):
 
     for name in ("unlink", "mkdir", "rename", "rmdir"):  # as a read-only mount, also of what is not
         monkeypatch.setattr(os, name, refuse)
-    assert prepare_task(config, 0, 1, SIZES) == read_manifest(Path(config.path))
+    assert prepare_shards(config) == read_manifest(Path(config.path))
 
 
 def test_slurm_says_which_task_this_is():
@@ -487,17 +493,17 @@ def test_a_folder_of_others_is_not_taken_for_one_cut_short(config, tmp_path, nam
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("x")
     with pytest.raises(UserError, match="holds .*, but no manifest.json or plan.json: move it"):
-        prepare_task(config, 0, 1, SIZES)
+        prepare_shards(config)
     assert file.read_text() == "x"
 
 
 @pytest.mark.parametrize("name", ["one.lock", "one/part-00000.lock"])
 def test_a_link_beside_or_in_a_folder_that_is_made_is_refused(config, tmp_path, name):
     (tmp_path / "thesis").write_text("by nobody else")
-    assert prepare_task(config, 3, 4, SIZES) is None
+    assert prepare_shards(config, 3, 4) is None
     (tmp_path / name).symlink_to(tmp_path / "thesis")
     with pytest.raises(UserError, match=f"{Path(name).name} is "):
-        prepare_task(config, 0, 1, SIZES)
+        prepare_shards(config)
     assert (tmp_path / "thesis").read_text() == "by nobody else"
 
 

@@ -6,6 +6,7 @@ import json
 import lzma
 import re
 import tracemalloc
+from unittest import mock
 
 import pytest
 import zstandard
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.support.full import full_but
 from torchmars.config.source import parse_source
+from torchmars.data import corpus
 from torchmars.data.corpus import (
     Input,
-    Sizes,
     corpus_pieces,
     input_file,
     read_piece,
@@ -59,8 +60,8 @@ def expected_texts(content):
 
 
 def blocks_of(piece, kind, block=2**21, document=LONGEST):
-    read = read_piece(piece, parse_source(kind), Sizes(block=block, document=document))
-    return [each for each, _ in read]
+    with mock.patch.multiple(corpus, BLOCK=block, LONGEST=document):
+        return [each for each, _ in read_piece(piece, parse_source(kind))]
 
 
 def found_in(piece, kind, block=2**21):
@@ -246,7 +247,7 @@ def test_a_line_of_many_megabytes_is_one_damaged_record(tmp_path, kind):
     assert "longer than 1,048,576 bytes" in damaged.reason
 
 
-def test_pieces_hold_every_byte_once(tmp_path):
+def test_pieces_hold_every_byte_once(tmp_path, monkeypatch):
     contents = {
         "a.jsonl": b"x" * 10,
         "b.jsonl": b"x" * 20,
@@ -258,9 +259,10 @@ def test_pieces_hold_every_byte_once(tmp_path):
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     files = {str(tmp_path / name): len(content) for name, content in contents.items()}
+    monkeypatch.setattr(corpus, "PIECE", 100)
     pieces = [
         [(each.name.rpartition("/")[2], each.begin, each.end, each.size) for each in piece]
-        for piece in corpus_pieces(parse_source("jsonl"), files, Sizes(piece=100))
+        for piece in corpus_pieces(parse_source("jsonl"), files)
     ]
     assert pieces == [
         [("a.jsonl", 0, None, 10), ("b.jsonl", 0, None, 20)],

@@ -12,8 +12,8 @@ import pytest
 from torchmars.config import DataConfig
 from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
-from torchmars.data import prepare
-from torchmars.data.corpus import Input, Sizes, read_piece, row_groups
+from torchmars.data import corpus, prepare
+from torchmars.data.corpus import Input, read_piece, row_groups
 from torchmars.data.manifest import read_manifest
 
 TEXTS = ["a fox", "é \u2028 \0", "", "the hill"]
@@ -68,15 +68,16 @@ def test_values_that_are_null_or_no_utf8_are_damaged_records(tmp_path):
     assert "not UTF-8" in damaged[0][2] and "no text in its field 'text'" in damaged[1][2]
 
 
-def test_runs_of_row_groups_are_read_as_the_whole_file(tmp_path):
+def test_runs_of_row_groups_are_read_as_the_whole_file(tmp_path, monkeypatch):
     texts = [f"text {number} " * (number % 50 + 1) for number in range(500)]
     write(tmp_path, column=pyarrow.array(texts), row_group_size=7, compression="none")
     whole = Input(str(tmp_path / "a.parquet"), (tmp_path / "a.parquet").stat().st_size)
-    source, sizes = parse_source("parquet:a"), Sizes(block=300)
+    source = parse_source("parquet:a")
+    monkeypatch.setattr(corpus, "BLOCK", 300)
     for size in (1000, 5000, 10**6):
         runs = row_groups(whole, source, size)
         assert (len(runs) > 3) == (size < 10**6)
-        blocks = [block for block, _ in read_piece(runs, source, sizes)]
+        blocks = [block for block, _ in read_piece(runs, source)]
         records = [(number, record) for block in blocks for *_, number, record in block]
         assert records == [(number, text.encode()) for number, text in enumerate(texts, 1)]
         assert len(blocks) > 10 and 0 <= whole.size - sum(run.size for run in runs) < len(runs)

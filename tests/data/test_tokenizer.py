@@ -11,9 +11,9 @@ from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config, write_text
 from tests.support.tokenizers import llama_2, tokenizer_file
 from torchmars.core.errors import UserError
-from torchmars.data.corpus import Sizes
+from torchmars.data import corpus
 from torchmars.data.documents import Encoder
-from torchmars.data.prepare import prepare_task
+from torchmars.data.prepare import prepare_shards
 from torchmars.data.tokenizer import (
     ByteTokenizer,
     TiktokenTokenizer,
@@ -119,7 +119,8 @@ def test_a_large_vocabulary_has_tokens_of_32_bits_and_another_file_is_refused(tm
         prepare_data(config)
 
 
-def test_what_is_begun_goes_on_with_the_same_file_under_another_path_alone(tmp_path):
+def test_what_is_begun_goes_on_with_the_same_file_under_another_path_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE", 10)
     write_text(tmp_path)
     files = [tokenizer_file(tmp_path / name) for name in ("one", "two")]
     files.append(tokenizer_file(tmp_path / "three", letter_id=lambda letter: ord(letter) ^ 1))
@@ -129,7 +130,7 @@ def test_what_is_begun_goes_on_with_the_same_file_under_another_path_alone(tmp_p
     def begin(file):
         files = [str(tmp_path / name) for name in ("text.txt", "more.txt")]
         config = tiny_config(tmp_path, data={"tokenizer": str(file), "files": files}).data
-        assert prepare_task(config, 1, 2, Sizes(piece=10)) is None
+        assert prepare_shards(config, 1, 2) is None
 
     begin(files[0])
     begin(files[1])
@@ -214,7 +215,7 @@ TOO_LONG = ["x" + " " * 1_200_000 + "y", "\n" * 1_200_000 + "y <|endoftext|>"]
 
 def encoded(name, texts, damaged=0):
     """The tokens of documents, in which so many are damaged, as a preparation makes them."""
-    encoder = Encoder("parquet", "text", name, "none", 1e-12, Sizes().document)
+    encoder = Encoder("parquet", "text", name, "none", 1e-12, corpus.LONGEST)
     tokens, done = encoder.encode([("a.parquet", "row", *each) for each in enumerate(texts, 1)])
     assert len(done.damaged) == damaged and not len(tokens["validation"])
     return tokens["train"].tolist(), [each.reason for each in done.damaged]

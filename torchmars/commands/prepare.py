@@ -13,7 +13,7 @@ from torchmars.core.check import Interval
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, exit_on_user_error
 from torchmars.core.words import counted
-from torchmars.data.prepare import prepare_task
+from torchmars.data.prepare import prepare_shards
 
 PROG = "torchmars prepare"
 
@@ -96,7 +96,7 @@ def prepare_corpus(config: ResolvedData, task: int, tasks: int) -> bool:
 
     Returns whether the shards are complete. Raises `UserError`.
     """
-    manifest = prepare_task(config, task, tasks)
+    manifest = prepare_shards(config, task, tasks)
     if manifest is None:
         say(f"task {task} of {tasks} is done: the one that ends last completes {config.path}")
         return False

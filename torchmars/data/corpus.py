@@ -35,6 +35,10 @@ from torchmars.data.documents import Block, LostFile, Numbered, Record, document
 from torchmars.storage import storage_of
 from torchmars.storage.objects import reading, store_of
 
+# In bytes. Other sizes give the same tokens in other files.
+PIECE = 2**24  # the least of a piece
+BLOCK = 2**21  # text that is tokenised at once
+LONGEST = 2**25  # a longer document is cut, a longer record of a file of records is damaged
 PIECES = 2048  # about how many pieces a large corpus has
 LOOKS = 8  # files that are looked at side by side: stores answer late
 CHUNK = 2**18  # bytes read at once
@@ -47,21 +51,6 @@ MAGIC = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
     rb"|(?P<xz>\xfd7zXZ\0)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))"
 )
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How a corpus is cut. Other sizes give the same tokens in other files.
-
-    All are in bytes.
-    """
-
-    piece: int = 2**24
-    """The least of a piece."""
-    block: int = 2**21
-    """Text that is tokenised at once."""
-    document: int = 2**25
-    """A longer document is cut, a longer record of a file of records is damaged."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +182,7 @@ def _stdlib_files() -> list[PurePath]:
     return sorted({sha256(file): file for file in own}.values())  # the first of each content
 
 
-def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> list[Piece]:
+def corpus_pieces(source: DataSource, files: dict[str, int]) -> list[Piece]:
     """Return the pieces of a corpus whose files have so many bytes.
 
     They depend on the corpus alone: consecutive files make one piece up to its size, and a larger
@@ -202,7 +191,7 @@ def corpus_pieces(source: DataSource, files: dict[str, int], sizes: Sizes) -> li
     if source.kind == "hf":
         count = load_dataset(source).num_shards
         return [[Input(source.dataset, 1, number, count)] for number in range(count)]
-    size = max(sizes.piece, sum(files.values()) // PIECES)
+    size = max(PIECE, sum(files.values()) // PIECES)
 
     cut = row_groups if source.kind == "parquet" else text_ranges
     pieces: list[Piece] = []
@@ -240,7 +229,7 @@ def text_ranges(whole: Input, source: DataSource, size: int) -> list[Input]:
     return [Input(whole.name, end - begin, begin, end) for begin, end in pairwise(ends)]
 
 
-def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[tuple[Block, int]]:
+def read_piece(piece: Piece, source: DataSource) -> Iterator[tuple[Block, int]]:
     """Yield the blocks of a piece, each with the bytes of it up to there. Raises `UserError`."""
     reader = READERS[source.kind]
     block: Block = []
@@ -251,10 +240,10 @@ def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[tuple
             unit = f"after byte {each.begin}, line" if each.begin else "line"
         try:
             with input_file(each.name, source.kind != "hf") as stream:
-                for number, record in reader(stream, each, source, sizes):
+                for number, record in reader(stream, each, source):
                     block.append((each.name, unit, number, record))
                     size += 1 + (len(record) if isinstance(record, (bytes, str)) else 0)
-                    if size >= sizes.block:
+                    if size >= BLOCK:
                         here = 0  # as long as it is not known
                         if reader is text_records:  # Arrow closes what it has read
                             here = each.size if stream.closed else stream.tell() - each.begin
@@ -267,20 +256,20 @@ def read_piece(piece: Piece, source: DataSource, sizes: Sizes) -> Iterator[tuple
         yield block, before
 
 
-def text_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
+def text_records(stream: Any, each: Input, source: DataSource) -> Records:
     """Yield the documents of a file of text, or the lines of one of JSON, or of a range of it."""
-    blocks = line_blocks(stream, each, sizes.document)
-    return lines_of(blocks) if source.kind == "jsonl" else documents_of(blocks, sizes.document)
+    blocks = line_blocks(stream, each)
+    return lines_of(blocks) if source.kind == "jsonl" else documents_of(blocks, LONGEST)
 
 
-def line_blocks(stream: Any, each: Input, longest: int) -> Iterator[Numbered]:
-    """Yield whole lines, many at once. Of one of more than `longest` bytes some may be left out."""
+def line_blocks(stream: Any, each: Input) -> Iterator[Numbered]:
+    """Yield whole lines, many at once. Of one of more than `LONGEST` bytes some may be left out."""
     number, rest, left = 1, b"", each.size if each.end else 2**62
     stream.seek(each.begin)
     text = stream if each.end else unpacked(stream, each.name)
     while chunk := text.read1(min(CHUNK, left)):
         left -= len(chunk)
-        if len(rest) > longest and b"\n" not in chunk:
+        if len(rest) > LONGEST and b"\n" not in chunk:
             continue
         lines, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
@@ -370,7 +359,7 @@ def row_groups(whole: Input, source: DataSource, size: int) -> list[Input]:
     ]
 
 
-def parquet_records(stream: Any, each: Input, source: DataSource, sizes: Sizes) -> Records:
+def parquet_records(stream: Any, each: Input, source: DataSource) -> Records:
     """Yield the rows of a Parquet file, or of some of its row groups."""
     table = open_table(stream, each.name, source.field)
     groups = [*range(each.begin, each.end or 0)]
@@ -411,7 +400,7 @@ def load_dataset(source: DataSource) -> Any:
     return data
 
 
-def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes) -> Records:
+def dataset_records(stream: Any, shard: Input, source: DataSource) -> Records:
     """Yield the rows of a shard of a data set of Hugging Face."""
     rows = load_dataset(source).shard(num_shards=shard.end, index=shard.begin)
     for number, row in enumerate(rows, start=1):
@@ -420,7 +409,7 @@ def dataset_records(stream: Any, shard: Input, source: DataSource, sizes: Sizes)
 
 
 # By the kind of a source: from the stream of an input to its records.
-READERS: dict[str, Callable[[Any, Input, DataSource, Sizes], Records]] = {
+READERS: dict[str, Callable[[Any, Input, DataSource], Records]] = {
     "stdlib": text_records,
     "text": text_records,
     "jsonl": text_records,

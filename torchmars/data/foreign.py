@@ -25,7 +25,7 @@ from torchmars.config import ResolvedData
 from torchmars.config.source import parse_source
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors
-from torchmars.core.files import PARTIAL, open_file
+from torchmars.core.files import open_file
 from torchmars.core.words import counted
 from torchmars.data.corpus import matching_files
 from torchmars.data.manifest import (
@@ -87,10 +87,6 @@ def index(config: ResolvedData, folder: Path) -> None:
             ]
             splits[name] = read_split(parts, dtype, folder, tokenizer, bar.update)
     folder.mkdir(parents=True, exist_ok=True)
-    if any(not file.name.endswith(PARTIAL) for file in folder.iterdir()):
-        raise UserError(
-            f"{folder} holds files but no manifest.json: set data.path to a new or empty folder"
-        )
     write_manifest(folder, make_manifest(config, tokenizer, dtype, splits))
 
 

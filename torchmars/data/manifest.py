@@ -93,11 +93,6 @@ class DataManifest:
     corpus: list[str] = field(default_factory=list)
     """The files that were tokenised, in their order."""
 
-    def fingerprint(self) -> str:
-        """Return a hash of the training tokens and their order."""
-        shards = "".join(shard.sha256 for shard in self.splits["train"].shards)
-        return hashlib.sha256(shards.encode()).hexdigest()
-
 
 def numpy_dtype(dtype: TokenDtype) -> np.dtype:
     """Return how the tokens of shards lie on the disk."""

@@ -29,6 +29,7 @@ from torchmars.core.check import make, parse_json
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors
 from torchmars.core.files import (
+    PARTIAL,
     DurableFile,
     lock,
     locked,
@@ -38,8 +39,8 @@ from torchmars.core.files import (
     write_durably,
 )
 from torchmars.core.words import counted
-from torchmars.data import foreign
-from torchmars.data.corpus import Sizes, corpus_pieces, read_piece, source_files
+from torchmars.data import corpus, foreign
+from torchmars.data.corpus import corpus_pieces, read_piece, source_files
 from torchmars.data.documents import Block, Damaged, Encoder, Part
 from torchmars.data.manifest import (
     SPLITS,
@@ -61,7 +62,6 @@ from torchmars.data.progress_bar import progress_bar
 from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
 from torchmars.storage.objects import size_and_time
 
-SIZES = Sizes()
 PLAN, DAMAGED = "plan.json", "damaged.jsonl"
 MADE = [f"{name}-*.bin" for name in SPLITS]
 NEEDED = "part-*", f"{PLAN}*"  # by the making of a folder alone; the plan goes last
@@ -74,24 +74,12 @@ Encoded = tuple[dict[str, np.ndarray], Part]
 Submit = Callable[[Block], "Future[Encoded]"]
 
 
-def prepare_shards(config: ResolvedData) -> DataManifest:
-    """Return the manifest of the shards in data.path, which are made first if there are none.
-
-    Raises `UserError` if they were made from something else than `config` asks for. Their bytes
-    are left to `check_shards`.
-    """
-    manifest = prepare_task(config, 0, 1)
-    assert manifest is not None  # there are no other tasks
-    return manifest
-
-
-def prepare_task(
-    config: ResolvedData, task: int, tasks: int, sizes: Sizes = SIZES
-) -> DataManifest | None:
-    """Make the shards of pieces `task`, `task + tasks`, ... of the corpus.
+def prepare_shards(config: ResolvedData, task: int = 0, tasks: int = 1) -> DataManifest | None:
+    """Make the shards of pieces `task`, `task + tasks`, ... of the corpus, if there are none.
 
     Whoever finds that all pieces are done makes the folder complete. Returns its manifest, or None
-    if other tasks are not done yet. Raises `UserError`.
+    if other tasks are not done yet; the bytes of shards are left to `check_shards`. Raises
+    `UserError`, also if they were made from something else than `config` asks for.
     """
     folder = Path(config.path)
     remedy = "set data.path to a folder you can write"
@@ -99,9 +87,10 @@ def prepare_task(
         if not has_manifest(folder) and parse_source(config.source).of_tokens:
             with turn(folder) as unfinished:
                 if unfinished:
+                    check_unused(folder)
                     foreign.index(config, folder)
         elif not has_manifest(folder):
-            Preparation(config, sizes).make(task, tasks)
+            Preparation(config).make(task, tasks)
         if not has_manifest(folder):
             return None
         clear(folder, *NEEDED)
@@ -115,20 +104,20 @@ def prepare_task(
 class Preparation:
     """A corpus on its way to a folder of shards."""
 
-    def __init__(self, config: ResolvedData, sizes: Sizes) -> None:
+    def __init__(self, config: ResolvedData) -> None:
         """Find the files of the corpus and its pieces. Raises `UserError`."""
-        self.config, self.sizes, self.folder = config, sizes, Path(config.path)
+        self.config, self.folder = config, Path(config.path)
         self.source = parse_source(config.source)
         self.tokenizer = load_tokenizer(config.tokenizer, config.begin_token)
         self.dtype = smallest_dtype(self.tokenizer.vocab_size)
-        self.made_from = shard_settings(config, self.tokenizer) | asdict(sizes)
+        self.made_from = shard_settings(config, self.tokenizer)
         self.files: dict[str, int] = {}  # the bytes of each
         for file in source_files(config):
             with file_errors(f"cannot read {file} of the corpus"):
                 size, changed = size_and_time(file)
             self.files[str(file)] = size
             self.made_from[str(file)] = f"{size:,} bytes, written at {changed / 1e9}"
-        self.pieces = corpus_pieces(self.source, self.files, sizes)
+        self.pieces = corpus_pieces(self.source, self.files)
 
     def make(self, task: int, tasks: int) -> None:
         """Make a task's pieces, and the folder complete if all are done. Raises `UserError`."""
@@ -155,12 +144,7 @@ class Preparation:
                     "start over"
                 )
             return
-        for file in self.folder.glob("*"):
-            if not file.name.startswith(PLAN):
-                raise UserError(
-                    f"{self.folder} holds {file.name}, but no manifest.json or {PLAN}: move it "
-                    "away, or set data.path to another folder"
-                )
+        check_unused(self.folder)
         self.tokenizer.encode_batch(["a"])  # its files are there
         self.folder.mkdir(parents=True, exist_ok=True)
         write_durably(plan, json.dumps(self.made_from))
@@ -175,12 +159,12 @@ class Preparation:
         damaged = [each for part in parts if part for each in part.damaged]
         mine = [number for number in mine if not parts[number]]
         named = config.tokenizer, config.begin_token
-        fraction, longest = config.validation_fraction, self.sizes.document
+        fraction, longest = config.validation_fraction, corpus.LONGEST
         encoder = Encoder(source.kind, source.field, *named, fraction, longest)
         total = sum(each.size for number in mine for each in self.pieces[number])
         processes = config.processes or own_cores()
         if source.kind != "hf":  # no more than there are blocks
-            processes = max(1, min(processes, -(-total // self.sizes.block)))
+            processes = max(1, min(processes, -(-total // corpus.BLOCK)))
         what = f"tokenising {config.source} ({config.tokenizer})"
         unit = " shards" if source.kind == "hf" else "B"
         with progress_bar(what, total, unit) as bar, start_pool(encoder, processes) as submit:
@@ -204,7 +188,7 @@ class Preparation:
             piece = self.pieces[number]
             writer = PieceWriter(self.folder, number, self.dtype)
             if not writer.done:
-                for block, read in read_piece(piece, self.source, self.sizes):
+                for block, read in read_piece(piece, self.source):
                     yield writer, block, before + read
             before += sum(each.size for each in piece)
             yield writer, [], before
@@ -287,6 +271,16 @@ def turn(folder: Path) -> Iterator[bool]:
             yield not has_manifest(folder)
         finally:
             file.unlink(missing_ok=True)
+
+
+def check_unused(folder: Path) -> None:
+    """Raise `UserError` if a folder has files, but for one that a kill left half written."""
+    for file in folder.glob("*"):
+        if not file.name.endswith(PARTIAL):
+            raise UserError(
+                f"{folder} holds {file.name}, but no manifest.json or {PLAN}: move it away, or set "
+                "data.path to another folder"
+            )
 
 
 def clear(folder: Path, *patterns: str) -> None:

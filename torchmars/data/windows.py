@@ -373,10 +373,9 @@ class Mixture:
 
     def fingerprint(self) -> str:
         """Return a hash of the training tokens of all parts, and of their order."""
-        prints = [part.manifest.fingerprint() for part in self.parts]
-        if len(prints) == 1:
-            return prints[0]
-        return hashlib.sha256("".join(prints).encode()).hexdigest()
+        splits = [part.manifest.splits["train"] for part in self.parts]
+        shards = "".join(shard.sha256 for split in splits for shard in split.shards)
+        return hashlib.sha256(shards.encode()).hexdigest()
 
     def check(self, rows: int, seq_len: int, global_batch_size: int) -> None:
         """Raise `UserError` for a part that a run cannot read.

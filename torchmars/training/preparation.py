@@ -95,7 +95,10 @@ def prepare_data(config: ResolvedConfig) -> Mixture:
     training = config.training
     if prepared_data(config) is None:
         build_run_model(config, 1)  # mistakes, before minutes of work
-    data = mixture_of(config.data, [prepare_shards(corpus) for corpus in config.data.corpora()])
+    for corpus in config.data.corpora():
+        prepare_shards(corpus)
+    data = prepared_data(config)
+    assert data is not None  # there are no other tasks
     model = build_run_model(config, data.vocab_size)
     data.check(model.vocab_rows, training.seq_len, training.global_batch_size)
     data.pack(training.seq_len)
