@@ -155,7 +155,7 @@ def test_a_continuation_is_what_the_whole_decodes_to_beyond_its_prompt(kind, pro
 def test_the_blank_between_prompt_and_continuation_is_there_and_comes_with_its_word(tmp_path):
     llama_2().save(str(tmp_path / "tokenizer.json"))
     tokenizer = FileTokenizer(str(tmp_path))
-    ids = [*tokenizer.encode_batch(["cat \u00e9 on"])[0].tolist(), tokenizer.end_of_text]
+    ids = [*tokenizer.encode("cat \u00e9 on").tolist(), tokenizer.end_of_text]
     pieces = []
     given = tokenizer, ["The"], 50, sampling.Draw(), pieces.append
     sampling.continuations(spelling(ids), *given)

@@ -19,6 +19,7 @@ from tests.support.full import FULL, full_but
 from torchmars.cluster import scheduler
 from torchmars.commands import prepare as command
 from torchmars.config import DataConfig
+from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.core.files import sha256
 from torchmars.data import corpus
@@ -197,7 +198,7 @@ def block_of(*texts):
     return [("a.txt", "line", *each) for each in enumerate(map(str.encode, texts), 1)]
 
 
-ENCODER = Encoder("text", "text", "bytes", "none", 0.1, 2**20)
+ENCODER = Encoder(DataConfig(validation_fraction=0.1), parse_source("text"), 2**20)
 
 
 def test_processes_end_with_the_body_and_one_that_is_killed_is_a_line():

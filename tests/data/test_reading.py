@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.full import full_but
+from torchmars.config import DataConfig
 from torchmars.config.source import parse_source
 from torchmars.data import corpus
 from torchmars.data.corpus import (
@@ -183,7 +184,7 @@ def test_a_bomb_takes_no_memory(tmp_path, pack):
 
 
 def encoder(kind="jsonl", longest=LONGEST, fraction=0.5):
-    return Encoder(kind, "text", "bytes", "none", fraction, longest)
+    return Encoder(DataConfig(validation_fraction=fraction), parse_source(kind), longest)
 
 
 @pytest.mark.parametrize("kind,line", [("jsonl", b'{"text": "a fox"}\n'), ("text", b"a fox\n")])

@@ -10,6 +10,8 @@ import tokenizers
 from tests.support.real_data import FOLDER, needs_data
 from tests.support.tiny import tiny_config, write_text
 from tests.support.tokenizers import llama_2, tokenizer_file
+from torchmars.config import DataConfig
+from torchmars.config.source import parse_source
 from torchmars.core.errors import UserError
 from torchmars.data import corpus
 from torchmars.data.documents import Encoder
@@ -25,7 +27,7 @@ from torchmars.training.preparation import prepare_data
 
 def test_bytes():
     tokenizer = ByteTokenizer()
-    (tokens,) = tokenizer.encode_batch(["aé\n"])
+    tokens = tokenizer.encode("aé\n")
     assert tokens.tolist() == [97, 195, 169, 10]
     assert tokenizer.decode(tokens.tolist() + [256, 300]) == "aé\n"
 
@@ -38,13 +40,13 @@ def test_gpt2_known_ids(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "bpe"))
     tokenizer = TiktokenTokenizer("gpt2")
     texts = ["Hello world", "Hello, world!", "The quick brown fox jumps over the lazy dog"]
-    assert [tokens.tolist() for tokens in tokenizer.encode_batch(texts)] == [
+    assert [tokens.tolist() for tokens in map(tokenizer.encode, texts)] == [
         [15496, 995],
         [15496, 11, 995, 0],
         [464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290],
     ]
-    assert [tokenizer.decode(tokens.tolist()) for tokens in tokenizer.encode_batch(texts)] == texts
-    assert 50256 not in tokenizer.encode_batch(["<|endoftext|>"])[0]
+    assert [tokenizer.decode(tokens.tolist()) for tokens in map(tokenizer.encode, texts)] == texts
+    assert 50256 not in tokenizer.encode("<|endoftext|>")
 
 
 def test_gpt2_without_its_files_says_what_to_do(tmp_path, monkeypatch):
@@ -53,7 +55,7 @@ def test_gpt2_without_its_files_says_what_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
-        TiktokenTokenizer("gpt2").encode_batch(["a"])
+        TiktokenTokenizer("gpt2").encode("a")
 
 
 def test_a_file_of_hugging_face(tmp_path):
@@ -63,7 +65,7 @@ def test_a_file_of_hugging_face(tmp_path):
         assert (tokenizer.name, tokenizer.vocab_size) == (name, 128)
         assert tokenizer.end_of_text == 127
         texts = ["a fox", "over <|endoftext|> the hill"]
-        found = tokenizer.encode_batch(texts)
+        found = [*map(tokenizer.encode, texts)]
         assert [tokens.tolist() for tokens in found] == [[ord(c) for c in text] for text in texts]
         assert [tokenizer.decode(tokens.tolist()) for tokens in found] == texts
         assert tokenizer.decode([97, 127, 98, 200_000]) == "ab"
@@ -72,12 +74,12 @@ def test_a_file_of_hugging_face(tmp_path):
 def test_a_file_with_dropout_gives_the_same_tokens_each_time_and_says_so_once(tmp_path, capsys):
     file = tmp_path / "tokenizer.json"
     llama_2().save(str(file))
-    [expected] = load_tokenizer(str(file)).encode_batch(["The cat sat on"])
+    expected = load_tokenizer(str(file)).encode("The cat sat on")
     content = json.loads(file.read_text())
     content["model"]["dropout"] = 0.5
     file.write_text(json.dumps(content))
     for _ in range(9):
-        [found] = load_tokenizer(str(file)).encode_batch(["The cat sat on"])
+        found = load_tokenizer(str(file)).encode("The cat sat on")
         assert found.tolist() == expected.tolist()
     said = f"data.tokenizer: texts are encoded without the dropout of {file}\n"
     assert capsys.readouterr().err == said
@@ -181,7 +183,7 @@ def test_a_file_that_gives_up_is_one_line(tmp_path, changes, message):
     write_text(tmp_path)
     with pytest.raises(UserError, match=f"data.tokenizer: .*{message}") as mistake:
         load_tokenizer(str(file)).vocab_size  # noqa: B018
-        load_tokenizer(str(file)).encode_batch(["x" * 3000 + " é"])
+        load_tokenizer(str(file)).encode("x" * 3000 + " é")
     assert "\n" not in str(mistake.value)
 
 
@@ -215,7 +217,11 @@ TOO_LONG = ["x" + " " * 1_200_000 + "y", "\n" * 1_200_000 + "y <|endoftext|>"]
 
 def encoded(name, texts, damaged=0):
     """The tokens of documents, in which so many are damaged, as a preparation makes them."""
-    encoder = Encoder("parquet", "text", name, "none", 1e-12, corpus.LONGEST)
+    encoder = Encoder(
+        DataConfig(tokenizer=name, validation_fraction=1e-12),
+        parse_source("parquet:a"),
+        corpus.LONGEST,
+    )
     tokens, done = encoder.encode([("a.parquet", "row", *each) for each in enumerate(texts, 1)])
     assert len(done.damaged) == damaged and not len(tokens["validation"])
     return tokens["train"].tolist(), [each.reason for each in done.damaged]
@@ -249,7 +255,7 @@ def test_a_document_that_a_file_of_hugging_face_gives_up_on_is_left_out(tmp_path
 
 def test_half_of_a_surrogate_pair_in_a_prompt_is_one_line():
     with pytest.raises(UserError, match="bytes cannot encode a text .*surrogates not allowed"):
-        load_tokenizer("bytes").encode_batch(["a\ud800"])
+        load_tokenizer("bytes").encode("a\ud800")
 
 
 def test_another_encoding_of_tiktoken_by_its_name(tmp_path, monkeypatch):
@@ -267,7 +273,7 @@ def test_another_encoding_of_tiktoken_by_its_name(tmp_path, monkeypatch):
     tokenizer = load_tokenizer("p50k_base")
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (70_001, 256)
     text = "a  <|endoftext|>"
-    [tokens] = tokenizer.encode_batch([text])
+    tokens = tokenizer.encode(text)
     assert tokens.dtype == "uint32" and 300 in tokens and 256 not in tokens
     assert tokenizer.decode([*tokens.tolist(), 256, 280, 70_000, 80_000]) == text
 
@@ -284,6 +290,6 @@ def test_gpt2_as_a_file_of_hugging_face_is_tiktokens(tmp_path, monkeypatch):
     texts += ["é—\u4e2d <|endoftext|>  x"]
     ours, theirs = load_tokenizer(str(tmp_path)), load_tokenizer("gpt2")
     assert (ours.vocab_size, ours.end_of_text) == (theirs.vocab_size, theirs.end_of_text)
-    for mine, tiktokens in zip(ours.encode_batch(texts), theirs.encode_batch(texts)):
+    for mine, tiktokens in zip(map(ours.encode, texts), map(theirs.encode, texts)):
         assert mine.tolist() == tiktokens.tolist() and mine.dtype == tiktokens.dtype
         assert ours.decode(mine.tolist()) == theirs.decode(mine.tolist())

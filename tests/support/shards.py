@@ -31,9 +31,7 @@ def write_shards(
     """
     folder.mkdir(parents=True)
     dtype = smallest_dtype(tokenizer.vocab_size)
-    encoded = [
-        np.append(*tokenizer.encode_batch([text]), tokenizer.end_of_text) for text in documents
-    ]
+    encoded = [np.append(tokenizer.encode(text), tokenizer.end_of_text) for text in documents]
     splits = {}
     for split, name in enumerate(SPLITS):
         mine = [each for number, each in enumerate(encoded) if (number % 3 == 1) == split]

@@ -10,6 +10,7 @@ import functools
 import glob
 import gzip
 import io
+import itertools
 import lzma
 import os
 import re
@@ -31,7 +32,7 @@ from torchmars.core.errors import UserError, needs_package
 from torchmars.core.files import LFS, sha256
 from torchmars.core.places import place
 from torchmars.core.words import counted
-from torchmars.data.documents import Block, LostFile, Numbered, Record, documents_of, lines_of
+from torchmars.data.documents import Block, LostFile, Numbered, Record, documents_of
 from torchmars.storage import storage_of
 from torchmars.storage.objects import reading, store_of
 
@@ -258,25 +259,25 @@ def read_piece(piece: Piece, source: DataSource) -> Iterator[tuple[Block, int]]:
 
 def text_records(stream: Any, each: Input, source: DataSource) -> Records:
     """Yield the documents of a file of text, or the lines of one of JSON, or of a range of it."""
-    blocks = line_blocks(stream, each)
-    return lines_of(blocks) if source.kind == "jsonl" else documents_of(blocks, LONGEST)
+    lines = lines_in(stream, each)
+    if source.kind != "jsonl":
+        return documents_of(lines, LONGEST)
+    return ((number, line.removesuffix(b"\n")) for number, line in lines if line.strip())
 
 
-def line_blocks(stream: Any, each: Input) -> Iterator[Numbered]:
-    """Yield whole lines, many at once. Of one of more than `LONGEST` bytes some may be left out."""
-    number, rest, left = 1, b"", each.size if each.end else 2**62
+def lines_in(stream: Any, each: Input) -> Iterator[Numbered]:
+    """Yield lines. Of one of more than `LONGEST` bytes, no more than 2 bytes above are in it."""
     stream.seek(each.begin)
-    text = stream if each.end else unpacked(stream, each.name)
-    while chunk := text.read1(min(CHUNK, left)):
-        left -= len(chunk)
-        if len(rest) > LONGEST and b"\n" not in chunk:
-            continue
-        lines, newline, rest = (rest + chunk).rpartition(b"\n")
-        if newline:
-            yield number, lines + newline
-            number += lines.count(b"\n") + 1
-    if rest:
-        yield number, rest
+    text, left = (stream, each.size) if each.end else (unpacked(stream, each.name), 2**62)
+    for number in itertools.count(1):
+        line = rest = text.readline(min(LONGEST + 2, left))
+        left -= len(line)
+        while rest and not rest.endswith(b"\n"):
+            rest = text.readline(min(CHUNK, left))
+            left -= len(rest)
+        if not line:
+            return
+        yield number, line
 
 
 def unpacked(stream: Any, name: str) -> Any:

@@ -4,20 +4,19 @@ A process imports this file and a tokenizer, and nothing heavy.
 """
 
 import hashlib
-import io
 import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
+from torchmars.config import DataConfig
+from torchmars.config.source import DataSource
 from torchmars.data.manifest import SPLITS, Split
 from torchmars.data.tokenizer import Unencodable, load_tokenizer, smallest_dtype
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
-SEPARATED = re.compile(rb"(<\|endoftext\|>.*\n?)")  # from there to the end of its line
 
 
 class Damage(Exception):
@@ -66,12 +65,8 @@ class Part:
 class Encoder:
     """Parses, splits and tokenises blocks of a corpus."""
 
-    kind: str
-    """Kind of the source."""
-    field: str
-    tokenizer: str
-    begin_token: str
-    validation_fraction: float
+    config: DataConfig
+    source: DataSource
     longest: int
     """Bytes of the longest document."""
 
@@ -80,7 +75,7 @@ class Encoder:
 
         Raises `UserError` if the tokenizer cannot be had.
         """
-        tokenizer = loaded(self.tokenizer, self.begin_token)
+        tokenizer = loaded(self.config.tokenizer, self.config.begin_token)
         dtype = smallest_dtype(tokenizer.vocab_size)
         begin, end = np.array(tokenizer.before, dtype), np.array([tokenizer.end_of_text], dtype)
         arrays, part = {name: [np.empty(0, dtype)] for name in SPLITS}, Part()
@@ -89,7 +84,7 @@ class Encoder:
                 text = self.read(raw)
                 content = text.strip().encode()
                 if content:
-                    [encoded] = tokenizer.encode_batch([text])
+                    encoded = tokenizer.encode(text)
                     name = self.split_of(content)
                     arrays[name] += [begin, encoded, end]
                     part.splits[name].documents += 1
@@ -107,20 +102,20 @@ class Encoder:
         """Return the split that a document belongs to, by a hash that its copies share."""
         digest = hashlib.blake2b(content, digest_size=8, key=bytes(8)).digest()
         share = int.from_bytes(digest, "little") / 2**64
-        return "validation" if share < self.validation_fraction else "train"
+        return "validation" if share < self.config.validation_fraction else "train"
 
     def read(self, record: Record) -> str:
         """Return the text of a record. Raises `Damage`."""
         if isinstance(record, Damage):
             raise record
         if record is None:
-            raise Damage(f"it has no text in its field {self.field!r}")
+            raise Damage(f"it has no text in its field {self.source.field!r}")
         if len(record) > self.longest:
             raise Damage(f"it is longer than {self.longest:,} bytes")
         text = decode(record) if isinstance(record, bytes) else record
-        if self.kind == "jsonl":
-            return field_of(text, self.field)
-        if self.kind in ("stdlib", "text") and "\r" in text:
+        if self.source.kind == "jsonl":
+            return field_of(text, self.source.field)
+        if self.source.kind in ("stdlib", "text") and "\r" in text:
             return text.replace("\r\n", "\n").replace("\r", "\n")
         return text
 
@@ -151,38 +146,22 @@ def field_of(line: str, name: str) -> str:
     raise Damage(f"it has no text in its field {name!r}{known}")
 
 
-Numbered = tuple[int, bytes]  # a line, some lines or a document, and the number of its first line
+Numbered = tuple[int, bytes]  # a line or a document, and the number of its first line
 
 
-def lines_of(blocks: Iterable[Numbered]) -> Iterator[Numbered]:
-    """Yield the lines that are not blank of blocks of whole lines."""
-    for number, block in blocks:
-        for at, line in enumerate(io.BytesIO(block), number):
-            if line.strip():
-                yield at, line.removesuffix(b"\n")
-
-
-def documents_of(blocks: Iterable[Numbered], longest: int) -> Iterator[Numbered]:
-    """Yield the documents of blocks of whole lines, which end at the lines of `SEPARATOR`.
+def documents_of(lines: Iterable[Numbered], longest: int) -> Iterator[Numbered]:
+    """Yield the documents of lines, which end at the lines of `SEPARATOR`.
 
     One of more than `longest` bytes is cut at line ends into several. A line beyond that is alone.
     """
-    document, begin = bytearray(), 0
-    for number, block in blocks:
-        for text in SEPARATED.split(block):
+    document, begin = bytearray(), 1
+    for number, line in lines:
+        ends = line.strip() == SEPARATOR
+        if document and (ends or len(document) + len(line) > longest):
+            yield begin, bytes(document)
+            document.clear()
+        if not ends:
             begin = begin if document else number
-            number += text.count(b"\n")
-            line = document.rfind(b"\n") + 1  # which `text` goes on with, or begins
-            if text.strip() != SEPARATOR or document[line:].strip():
-                document += text
-            else:
-                yield begin, bytes(document[:line])
-                document.clear()
-            while len(document) > longest:
-                end = document.rfind(b"\n", 0, longest) + 1 or document.find(b"\n") + 1
-                if not end:
-                    break
-                yield begin, bytes(document[:end])
-                begin += document.count(b"\n", 0, end)
-                del document[:end]
-    yield begin, bytes(document)
+            document += line
+    if document:
+        yield begin, bytes(document)

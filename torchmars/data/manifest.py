@@ -7,6 +7,7 @@ another program made the tokens (see foreign.py), the folder has the manifest al
 are parts of that program's files.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -186,11 +187,9 @@ def check_shards(
     if level == "off":
         return
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    check = functools.partial(check_shard, dtype=manifest.dtype, folder=folder, level=level)
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        for _ in pool.map(
-            lambda shard: check_shard(shard, manifest.dtype, folder, level), shards[part::parts]
-        ):
-            pass
+        list(pool.map(check, shards[part::parts]))
 
 
 def check_shard(shard: Shard, dtype: TokenDtype, folder: Path, level: Level = "full") -> None:

@@ -19,6 +19,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -72,6 +73,9 @@ AHEAD = 2  # blocks that are read ahead for each process that tokenises
 DAMAGED_RECORDS, LOST_SHARE = 100, 0.01
 Encoded = tuple[dict[str, np.ndarray], Part]
 Submit = Callable[[Block], "Future[Encoded]"]
+# A block with its writer, and the bytes of all pieces up to it.
+Submitted = tuple["PieceWriter", "Future[Encoded] | None", int]
+T = TypeVar("T")
 
 
 def prepare_shards(config: ResolvedData, task: int = 0, tasks: int = 1) -> DataManifest | None:
@@ -145,7 +149,7 @@ class Preparation:
                 )
             return
         check_unused(self.folder)
-        self.tokenizer.encode_batch(["a"])  # its files are there
+        self.tokenizer.encode("a")  # its files are there
         self.folder.mkdir(parents=True, exist_ok=True)
         write_durably(plan, json.dumps(self.made_from))
 
@@ -158,9 +162,7 @@ class Preparation:
         config, source, parts = self.config, self.source, self.parts()
         damaged = [each for part in parts if part for each in part.damaged]
         mine = [number for number in mine if not parts[number]]
-        named = config.tokenizer, config.begin_token
-        fraction, longest = config.validation_fraction, corpus.LONGEST
-        encoder = Encoder(source.kind, source.field, *named, fraction, longest)
+        encoder = Encoder(config, source, corpus.LONGEST)
         total = sum(each.size for number in mine for each in self.pieces[number])
         processes = config.processes or own_cores()
         if source.kind != "hf":  # no more than there are blocks
@@ -168,7 +170,7 @@ class Preparation:
         what = f"tokenising {config.source} ({config.tokenizer})"
         unit = " shards" if source.kind == "hf" else "B"
         with progress_bar(what, total, unit) as bar, start_pool(encoder, processes) as submit:
-            for writer, future, read in in_order(self.blocks(mine), submit, AHEAD * processes):
+            for writer, future, read in read_ahead(self.blocks(mine, submit), AHEAD * processes):
                 bar.update(read - bar.n)
                 if future is None:
                     writer.close()
@@ -178,20 +180,17 @@ class Preparation:
                 damaged += part.damaged
                 self.check_damage(damaged)
 
-    def blocks(self, numbers: Iterable[int]) -> "Iterator[tuple[PieceWriter, Block, int]]":
-        """Yield the blocks of pieces, each with its writer and the bytes of all of them up to it.
-
-        An empty one ends a piece.
-        """
+    def blocks(self, numbers: Iterable[int], submit: Submit) -> Iterator[Submitted]:
+        """Yield the blocks of pieces as they are submitted; without one, the end of each piece."""
         before = 0
         for number in numbers:
             piece = self.pieces[number]
             writer = PieceWriter(self.folder, number, self.dtype)
             if not writer.done:
                 for block, read in read_piece(piece, self.source):
-                    yield writer, block, before + read
+                    yield writer, submit(block), before + read
             before += sum(each.size for each in piece)
-            yield writer, [], before
+            yield writer, None, before
 
     def check_damage(self, damaged: list[Damaged]) -> str:
         """Return the damage of the corpus in words: "" if there is none.
@@ -297,17 +296,12 @@ def take_back(folder: Path) -> None:
         folder.rmdir()
 
 
-Submitted = tuple["PieceWriter", "Future[Encoded] | None", int]
-
-
-def in_order(
-    blocks: Iterable[tuple["PieceWriter", Block, int]], submit: Submit, ahead: int
-) -> Iterator[Submitted]:
-    """Yield blocks in their order, submitted; at most `ahead` after each are under way."""
-    pending: deque[Submitted] = deque()
-    for writer, block, read in blocks:
-        pending.append((writer, submit(block) if block else None, read))
-        if len(pending) > ahead:
+def read_ahead(items: Iterable[T], count: int) -> Iterator[T]:
+    """Yield items in their order; `count` more than that are taken, where there are so many."""
+    pending: deque[T] = deque()
+    for item in items:
+        pending.append(item)
+        if len(pending) > count:
             yield pending.popleft()
     yield from pending
 

@@ -79,8 +79,8 @@ class Tokenizer(Protocol):
     def number(self, token: str) -> int | None:
         """Return the id of a token by its name in the vocabulary; None if there is none."""
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, without an end-of-text token.
+    def encode(self, text: str) -> np.ndarray:
+        """Return the token ids of a text, without an end-of-text token.
 
         Their dtype is an unsigned one that holds `vocab_size`. One thread works: a corpus is
         tokenised by several processes. Raises `Unencodable` for whatever a text makes it raise.
@@ -109,10 +109,10 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, text: str) -> np.ndarray:
         with package_errors("bytes cannot encode a text"):
-            encoded = [text.encode() for text in texts]
-        return [np.frombuffer(each, dtype=np.uint8).astype(np.uint16) for each in encoded]
+            content = text.encode()
+        return np.frombuffer(content, dtype=np.uint8).astype(np.uint16)
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -155,23 +155,20 @@ class TiktokenTokenizer(Tokenizer):
                     parts.append(self.encoding.decode_single_token_bytes(token))
         return b"".join(parts).decode(errors="replace")
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        dtype = smallest_dtype(self.vocab_size)
-        with package_errors(f"{self.name} cannot encode a text"):
-            return [self._encode(text).astype(dtype) for text in texts]
-
-    def _encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text.
 
         `encode_to_numpy` spares a list of Python's numbers, a fifth of the time. But it reads
         special tokens out of a text, and refuses half of a surrogate pair. `encode_ordinary` is not
         called: where it gives up, it prints a traceback.
         """
-        special = any(token in text for token in self.encoding.special_tokens_set)
-        if special or not text or not is_text(text):
-            found = self.encoding.encode(text, disallowed_special=())
-            return np.array(found, dtype=np.uint32)
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+        with package_errors(f"{self.name} cannot encode a text"):
+            special = any(token in text for token in self.encoding.special_tokens_set)
+            if special or not text or not is_text(text):
+                found = np.array(self.encoding.encode(text, disallowed_special=()))
+            else:
+                found = self.encoding.encode_to_numpy(text, disallowed_special=())
+        return found.astype(smallest_dtype(self.vocab_size))
 
 
 class FileTokenizer(Tokenizer):
@@ -215,12 +212,7 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def put_before(self) -> list[int]:
-        own = self.package_tokenizer  # it says what to install, where the package is missing
-        from tokenizers import Tokenizer, models
-
-        # A token of another tokenizer, so that no text and no vocabulary plays a part.
-        any_token = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
-        whole = own.post_process(any_token, None, True)
+        whole = self.package_tokenizer.encode("a")
         return whole.ids[: [*whole.special_tokens_mask, 0].index(0)]
 
     def number(self, token: str) -> int | None:
@@ -271,14 +263,10 @@ class FileTokenizer(Tokenizer):
         write_durably(folder / "tokenizer_config.json", json.dumps(self.settings, indent=2) + "\n")
         write_durably(folder / "tokenizer.json", self.text)
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        dtype = smallest_dtype(self.vocab_size)
+    def encode(self, text: str) -> np.ndarray:
         with package_errors(f"{self.path} cannot encode a text"):
-            # Not its encode_batch, which takes all cores.
-            found = [
-                self.package_tokenizer.encode(text, add_special_tokens=False) for text in texts
-            ]
-        return [np.array(each.ids, dtype=dtype) for each in found]
+            found = self.package_tokenizer.encode(text, add_special_tokens=False)
+        return np.array(found.ids, dtype=smallest_dtype(self.vocab_size))
 
     def decode(self, tokens: list[int]) -> str:
         return self.package_tokenizer.decode(tokens, skip_special_tokens=True)

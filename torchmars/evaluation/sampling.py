@@ -150,7 +150,7 @@ def continuations(
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the token ids of a prompt; for an empty one, the start of a document."""
-    tokens: list[int] = tokenizer.encode_batch([prompt])[0].tolist()
+    tokens: list[int] = tokenizer.encode(prompt).tolist()
     return [*tokenizer.before, *tokens] or [tokenizer.begin]
 
 

@@ -161,7 +161,7 @@ class HarnessModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Return the tokens of a text, after those that the tokenizer puts before it."""
-        tokens: list[int] = self.tokenizer.encode_batch([string])[0].tolist()
+        tokens: list[int] = self.tokenizer.encode(string).tolist()
         return tokens if add_special_tokens is False else [*self.tokenizer.before, *tokens]
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:

@@ -410,7 +410,7 @@ def other_tokenizer(source: str, name: str) -> str:
         return f"{source} has no {TOKENIZER}: {remedy}" if name == "bytes" else ""
     both = load_tokenizer(name), load_tokenizer(str(file))
     with contextlib.suppress(UserError):  # the package is not there
-        ours, theirs = (each.encode_batch([SAMPLE])[0].tolist() for each in both)
+        ours, theirs = (each.encode(SAMPLE).tolist() for each in both)
         if ours != theirs:
             return f"it gives other tokens than {file}, which the model was trained with"
     return ""
