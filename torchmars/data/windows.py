@@ -66,27 +66,30 @@ Span = tuple[int, int]  # the first of some inputs in a shard, and how many ther
 
 
 @dataclass(frozen=True, eq=False)
-class ReadFile:
-    """A file that is read in places, and not memory-mapped: a shorter one would be a bus error."""
+class Numbers:
+    """The numbers of a file from byte `offset` on. Mapped memory could end in a bus error."""
 
     path: Path
     remedy: str
+    dtype: np.dtype
+    offset: int = 0
 
-    def read(self, begin: int, size: int) -> bytes:
-        """Return `size` bytes from `begin` on. Raises `UserError` with file, place and remedy."""
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Return numbers [begin, end). Raises `UserError` with file, place and remedy."""
+        size, first = self.dtype.itemsize, self.offset + begin * self.dtype.itemsize
         try:
             file = opened(self)  # stays open in the read, while another thread opens others
-            data = os.pread(file.fileno(), size, begin)
-            if len(data) == size:
-                return data
+            data = os.pread(file.fileno(), (end - begin) * size, first)
+            if len(data) == (end - begin) * size:
+                return np.frombuffer(data, self.dtype)
             reason = "it is cut short"
         except OSError as error:
             reason = str(error.strerror)
-        raise UserError(f"{self.path} cannot be read at byte {begin} ({reason}): {self.remedy}")
+        raise UserError(f"{self.path} cannot be read at byte {first} ({reason}): {self.remedy}")
 
 
 @lru_cache(maxsize=256)  # of all corpora: a process may have 1,024 by default
-def opened(file: ReadFile) -> io.FileIO:
+def opened(file: Numbers) -> io.FileIO:
     """Return the open file, which stays open until so many others have been read after it."""
     return io.FileIO(file.path)
 
@@ -99,10 +102,11 @@ class Windows:
     """
 
     def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
-        self.folder, self.split, self.shards = folder, split, split.shards
-        self.dtype, self.seq_len = numpy_dtype(dtype), seq_len
-        remedy = REMEDY.format(folder)
-        self.files = [ReadFile(folder / shard.file, remedy) for shard in split.shards]
+        self.seq_len, self.shards = seq_len, split.shards
+        remedy, kind = REMEDY.format(folder), numpy_dtype(dtype)
+        self.files = [
+            Numbers(folder / each.file, remedy, kind, each.offset) for each in self.shards
+        ]
         self.starts = list(accumulate((shard.tokens for shard in split.shards), initial=0))
 
     def __len__(self) -> int:
@@ -114,17 +118,8 @@ class Windows:
         parts = []
         for shard in range(bisect_right(self.starts, begin) - 1, bisect_left(self.starts, end)):
             first, last = self.starts[shard : shard + 2]
-            parts.append(self.read(shard, (max(begin, first) - first, min(end, last) - first)))
+            parts.append(self.files[shard].read(max(begin, first) - first, min(end, last) - first))
         return np.concatenate(parts)
-
-    def read(self, shard: int, *spans: tuple[int, int]) -> np.ndarray:
-        """Return tokens [begin, end) of each span of a shard, one after the other.
-
-        Raises `UserError` of a failed read.
-        """
-        file, offset, size = self.files[shard], self.shards[shard].offset, self.dtype.itemsize
-        data = [file.read(offset + begin * size, (end - begin) * size) for begin, end in spans]
-        return np.frombuffer(b"".join(data), self.dtype)
 
 
 class PackedWindows(Windows):
@@ -136,7 +131,7 @@ class PackedWindows(Windows):
     def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
         super().__init__(folder, split, dtype, seq_len)
         self.packings = [
-            ReadFile(packing_file(folder, shard, seq_len), REMOVE) for shard in split.shards
+            Numbers(packing_file(folder, shard, seq_len), REMOVE, NUMBER) for shard in split.shards
         ]
         counts = ((shard.tokens - 1) // seq_len for shard in split.shards)
         self.firsts = list(accumulate(counts, initial=0))
@@ -148,16 +143,12 @@ class PackedWindows(Windows):
         """Return token ids [T + 1] in the shards' dtype. Raises `UserError` of a failed read."""
         shard = bisect_right(self.firsts, window) - 1
         first, last = self.firsts[shard : shard + 2]
-        begin, end = self._numbers(shard, window - first, 2)
-        numbers = self._numbers(shard, last - first + 1 + 2 * begin, 2 * (end - begin))
-        spans = [(start, start + size) for start, size in zip(numbers[::2], numbers[1::2])]
-        spans[-1] = spans[-1][0], spans[-1][1] + 1  # the last target
-        return self.read(shard, *spans)
-
-    def _numbers(self, shard: int, first: int, count: int) -> list[int]:
-        """Return numbers of the packing of a shard. Raises `UserError` of a failed read."""
-        data = self.packings[shard].read(first * NUMBER.itemsize, count * NUMBER.itemsize)
-        return np.frombuffer(data, NUMBER).tolist()
+        packing, after = self.packings[shard], last - first + 1
+        begin, end = packing.read(window - first, window - first + 2).tolist()
+        spans = packing.read(after + 2 * begin, after + 2 * end).reshape(-1, 2).tolist()
+        spans[-1][1] += 1  # the last target
+        read = self.files[shard].read
+        return np.concatenate([read(start, start + size) for start, size in spans])
 
 
 def pack_shards(folder: Path, manifest: DataManifest, seq_len: int) -> None:
@@ -196,7 +187,7 @@ def packing(windows: Windows, number: int, manifest: DataManifest) -> bytes:
     found = []
     for first in range(0, tokens, CHUNK):
         before = min(first, 1)  # the token before tells whether a document begins
-        chunk = windows.read(number, (first - before, min(first + CHUNK, tokens)))
+        chunk = windows.files[number].read(first - before, min(first + CHUNK, tokens))
         found.append(first + np.flatnonzero(begins(chunk, *border)[before:]))
     firsts, spans = array("q", [0]), array("q")
     for window in best_fit_windows(np.concatenate(found), tokens, windows.seq_len):
