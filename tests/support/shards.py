@@ -10,7 +10,6 @@ from torchmars.data.manifest import (
     SPLITS,
     DataManifest,
     Shard,
-    make_manifest,
     numpy_dtype,
     read_split,
     write_manifest,
@@ -41,6 +40,4 @@ def write_shards(
             shards.append(Shard(f"{name}-{number:05d}.bin", len(some)))
             some.tofile(folder / shards[-1].file)
         splits[name] = read_split(shards, dtype, folder, tokenizer)
-    manifest = make_manifest(config, tokenizer, dtype, splits)
-    write_manifest(folder, manifest)
-    return manifest
+    return write_manifest(folder, config, tokenizer, dtype, splits)

@@ -16,7 +16,7 @@ from torchmars.config import ResolvedConfig, ResolvedData
 from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import EXIT_MISTAKE, EXIT_STOPPED, Ended, UserError, say_error
-from torchmars.data.manifest import Shard, Split, make_manifest, numpy_dtype, write_manifest
+from torchmars.data.manifest import Shard, Split, numpy_dtype, write_manifest
 from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
 from torchmars.records.lines import METRICS_FILE, Row, measurements, read_lines
 
@@ -106,7 +106,7 @@ def write_random_shards(data: ResolvedData, tokens: int, folder: Path) -> Resolv
         (folder / file).write_bytes(content)
         splits[name] = Split(drawn.size, documents, 0, largest, [Shard(file, drawn.size, digest)])
     random = replace(data, source="stdlib", files=[], mixture=[], path=str(folder), verify="size")
-    write_manifest(folder, make_manifest(random, tokenizer, dtype, splits))
+    write_manifest(folder, random, tokenizer, dtype, splits)
     return random
 
 

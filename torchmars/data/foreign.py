@@ -32,7 +32,6 @@ from torchmars.data.manifest import (
     SPLITS,
     Shard,
     cut_end,
-    make_manifest,
     numpy_dtype,
     read_split,
     write_manifest,
@@ -87,7 +86,7 @@ def index(config: ResolvedData, folder: Path) -> None:
             ]
             splits[name] = read_split(parts, dtype, folder, tokenizer, bar.update)
     folder.mkdir(parents=True, exist_ok=True)
-    write_manifest(folder, make_manifest(config, tokenizer, dtype, splits))
+    write_manifest(folder, config, tokenizer, dtype, splits)
 
 
 def find_files(config: ResolvedData) -> tuple[list[Path], list[Path]]:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -100,11 +100,21 @@ def numpy_dtype(dtype: TokenDtype) -> np.dtype:
     return np.dtype(dtype).newbyteorder("<")
 
 
-def make_manifest(
-    config: DataConfig, tokenizer: Tokenizer, dtype: TokenDtype, splits: dict[str, Split]
+def has_manifest(folder: Path) -> bool:
+    """Return whether a folder of shards is complete."""
+    return os.path.exists(folder / NAME)
+
+
+def write_manifest(
+    folder: Path,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    dtype: TokenDtype,
+    splits: dict[str, Split],
+    corpus: Iterable[str] = (),
 ) -> DataManifest:
-    """Return the manifest of shards that were made for `config`."""
-    return DataManifest(
+    """Write the manifest of shards that were made for `config`, and return it. Raises `OSError`."""
+    manifest = DataManifest(
         shard_settings(config, tokenizer),
         tokenizer.name,
         tokenizer.sha256,
@@ -113,17 +123,10 @@ def make_manifest(
         tokenizer.begin_token,
         dtype,
         splits,
+        [*corpus],
     )
-
-
-def has_manifest(folder: Path) -> bool:
-    """Return whether a folder of shards is complete."""
-    return os.path.exists(folder / NAME)
-
-
-def write_manifest(folder: Path, manifest: DataManifest) -> None:
-    """Write the manifest, durably, to the folder of its shards. Raises `OSError`."""
     write_durably(folder / NAME, FORMAT.text(asdict(manifest)))
+    return manifest
 
 
 def read_manifest(folder: Path) -> DataManifest:

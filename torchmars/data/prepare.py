@@ -2,7 +2,7 @@
 
 One process makes it, or tasks side by side. Each piece of the corpus has shards of its own, and
 `part-N.json` once they are all on the disk. A piece without it is made again. When all have theirs,
-the manifest is written, what only the making needed goes, and the folder gets its name.
+the manifest is written, and what only the making needed goes.
 """
 
 import contextlib
@@ -52,7 +52,6 @@ from torchmars.data.manifest import (
     cut_end,
     first_difference,
     has_manifest,
-    make_manifest,
     numpy_dtype,
     read_manifest,
     read_split,
@@ -129,10 +128,10 @@ class Preparation:
             if not unfinished:
                 return
             self.begin_folder()
-        self.make_pieces(range(task, len(self.pieces), tasks))
+            done = self.parts()
+        self.make_pieces([n for n in range(task, len(self.pieces), tasks) if n not in done], done)
         with turn(self.folder) as unfinished:
-            done = [part for part in self.parts() if part]
-            if unfinished and len(done) == len(self.pieces):
+            if unfinished and len(done := self.parts()) == len(self.pieces):
                 self.finish_folder(done)
 
     def begin_folder(self) -> None:
@@ -153,15 +152,15 @@ class Preparation:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_durably(plan, json.dumps(self.made_from))
 
-    def parts(self) -> list[Part | None]:
-        """Return what has been made of each piece; None of those that are not done."""
-        return [finished_part(self.folder, number) for number in range(len(self.pieces))]
+    def parts(self) -> dict[int, Part]:
+        """Return what has been made of the pieces that are done, by their numbers, in order."""
+        files = sorted(self.folder.glob("part-*.json"))
+        return {int(file.stem[5:]): make(Part, parse_json(read_text(file))) for file in files}
 
-    def make_pieces(self, mine: Iterable[int]) -> None:
-        """Make those pieces that are not done. Raises `UserError`, also for too much damage."""
-        config, source, parts = self.config, self.source, self.parts()
-        damaged = [each for part in parts if part for each in part.damaged]
-        mine = [number for number in mine if not parts[number]]
+    def make_pieces(self, mine: list[int], done: dict[int, Part]) -> None:
+        """Make pieces, where some are done. Raises `UserError`, also for too much damage."""
+        config, source = self.config, self.source
+        damaged = [each for part in done.values() for each in part.damaged]
         encoder = Encoder(config, source, corpus.LONGEST)
         total = sum(each.size for number in mine for each in self.pieces[number])
         processes = config.processes or own_cores()
@@ -216,14 +215,14 @@ class Preparation:
             )
         return words
 
-    def finish_folder(self, parts: list[Part]) -> None:
+    def finish_folder(self, parts: dict[int, Part]) -> None:
         """Complete the folder, whose pieces are all done. It can be called again after a kill.
 
         Raises `UserError` for a corpus without text, and for too much damage.
         """
         config, folder = self.config, self.folder
         whole = Part()
-        for part in parts:
+        for part in parts.values():
             whole.add(part)
         words, splits = self.check_damage(whole.damaged), whole.splits
         tokens = sum(split.tokens for split in splits.values())
@@ -247,9 +246,7 @@ class Preparation:
             lines = "".join(json.dumps(asdict(each)) + "\n" for each in whole.damaged)
             write_durably(folder / DAMAGED, lines)
             say(f"left out {words}; all are in {DAMAGED} of {config.path}")
-        manifest = make_manifest(config, self.tokenizer, self.dtype, splits)
-        manifest.corpus = [*self.files]
-        write_manifest(folder, manifest)
+        write_manifest(folder, config, self.tokenizer, self.dtype, splits, self.files)
 
 
 def lock_of(folder: Path) -> Path:
@@ -347,26 +344,13 @@ def begin_process(parent: int) -> None:
     send_once_gone(parent, signal.SIGKILL)
 
 
-def part_file(folder: Path, number: int) -> Path:
-    """Return the file that says what has been made of a piece, once it is done."""
-    return folder / f"part-{number:05d}.json"
-
-
-def finished_part(folder: Path, number: int) -> Part | None:
-    """Return what has been made of a piece; None if it is not done."""
-    try:
-        return make(Part, parse_json(read_text(part_file(folder, number))))
-    except FileNotFoundError:
-        return None
-
-
 class PieceWriter:
     """Writes the shards of a piece, one of each split, once no other process does."""
 
     def __init__(self, folder: Path, number: int, dtype: TokenDtype) -> None:
         """Raises `UserError` if another process does not let go of the piece."""
         self.folder, self.number, self.dtype = folder, number, numpy_dtype(dtype)
-        self.file = part_file(folder, number)
+        self.file = folder / f"part-{number:05d}.json"  # as soon as it is done
         doing = f"writing piece {number} of {folder}"
         self.lock = lock(self.file.with_suffix(".lock"), doing, LOCK_SECONDS)
         self.done = self.file.exists() or has_manifest(folder)
