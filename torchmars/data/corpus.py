@@ -47,7 +47,7 @@ DEEPEST = 3  # packings within each other
 Records = Iterator[tuple[int, Record]]  # each with the number of its first line, or its row
 ROWS = 256  # read at once of a Parquet file
 TEXT = (["string"], ["large_string"])  # Arrow's types of a column
-STREAMS: dict[str, Callable[[], Any]] = {"xz": lzma.LZMADecompressor, "bz2": bz2.BZ2Decompressor}
+UNPACKED: dict[str, Any] = {"gzip": gzip.open, "xz": lzma.open, "bz2": bz2.open}
 MAGIC = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
     rb"|(?P<xz>\xfd7zXZ\0)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))"
@@ -276,8 +276,11 @@ def lines_in(stream: Any, each: Input) -> Iterator[Numbered]:
             rest = text.readline(min(CHUNK, left))
             left -= len(rest)
         if not line:
-            return
+            break
         yield number, line
+    # Python's own readers of xz and bzip2 end, silently, at what is none.
+    if not each.end and not stream.closed and stream.read(1):
+        raise LostFile("from here on it is not compressed as what is before")
 
 
 def unpacked(stream: Any, name: str) -> Any:
@@ -297,37 +300,9 @@ def unpacked(stream: Any, name: str) -> Any:
                 import pyarrow
             # Unlike the package zstandard it tells of a frame that is cut short.
             stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"), CHUNK)
-        elif found.lastgroup == "gzip":
-            stream = gzip.open(stream)
         else:
-            stream = io.BufferedReader(Streams(stream, STREAMS[str(found.lastgroup)]), CHUNK)
+            stream = UNPACKED[str(found.lastgroup)](stream)
     return stream
-
-
-class Streams(io.RawIOBase):
-    """What streams of xz or bzip2 hold. Python's own readers end at what follows one, silently."""
-
-    def __init__(self, stream: Any, begin: Callable[[], Any]) -> None:
-        self.stream, self.begin, self.one = stream, begin, begin()
-
-    def readable(self) -> bool:
-        """Return that it can be read."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read some bytes, or none at the end. Raises `EOFError`, `OSError` and `LZMAError`."""
-        found = b""
-        while not found:
-            data = b""
-            if self.one.eof:
-                if not (data := self.one.unused_data or self.stream.read(CHUNK)):
-                    return 0
-                self.one = self.begin()
-            elif self.one.needs_input and not (data := self.stream.read(CHUNK)):
-                raise EOFError("it is cut short")
-            found = self.one.decompress(data, len(buffer))
-        buffer[: len(found)] = found
-        return len(found)
 
 
 def open_table(stream: Any, name: str, field: str) -> Any:
