@@ -31,8 +31,8 @@ def test_what_is_extended_comes_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ('extends = "base.toml"', "extends must be a list, got 'base.toml'"),
-        ("extends = [1]", r"extends must be a string, got 1 \(in mine.toml\)"),
+        ('extends = "base.toml"', "extends must be a valid array, got 'base.toml'"),
+        ("extends = [1]", r"extends must be a valid string, got 1 \(in mine.toml\)"),
         (f"extends = 0x{'f' * 5000}", r"extends cannot be read: .*\(in mine.toml\)"),
         ('extends = ["none.toml"]', "cannot read the config none.toml: No such file"),
         ('extends = ["mine.toml"]', r"mine.toml extends itself \(mine.toml -> mine.toml\)"),

@@ -295,7 +295,7 @@ def config_from_sources(sources: Sequence[NamedTables]) -> ResolvedConfig:
                 raise UserError(f"unknown section {name!r} ({where(name)}): write [SECTION] above")
         check_names(flattened(tables), where, sections)
         made = {
-            name: make(kind, tables[name], where, name) if name in tables else kind()
+            name: make(kind, tables[name], name=name) if name in tables else kind()
             for name, kind in sections.items()
         }
         return Config(**made).resolve()
@@ -308,7 +308,7 @@ def located(sources: Sequence[NamedTables]) -> Iterator[None]:
         yield
     except UserError as error:
         setting = str(error).split(maxsplit=1)[0]
-        source = source_of(sources, setting) if "." in setting else ""
+        source = source_of(sources, setting)
         if not source or source in str(error):
             raise
         raise UserError(f"{error} ({source})") from None
