@@ -22,7 +22,7 @@ class Copy:
 
 
 def copy(*args):
-    return parse(Copy, list(args), "copy")
+    return parse(Copy, list(args), "copy")[0]
 
 
 def test_options_stand_before_and_after_places():
@@ -71,7 +71,7 @@ def test_a_list_in_the_last_place_takes_what_is_left(tmp_path, monkeypatch):
         log: Path | None = None
 
     def show(*args):
-        return parse(Show, list(args), "show")
+        return parse(Show, list(args), "show")[0]
 
     assert show("all", "--large", "a", "b") == Show("all", [Path("a"), Path("b")], large=True)
     assert show("all", "a", "--log", "none").log is None

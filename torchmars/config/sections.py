@@ -225,7 +225,7 @@ class ValidationConfig:
     sample_tokens: Count = 0
     """Tokens of text to sample when the run is complete. 0: none."""
     sample_prompt: str = "\n"
-    """Text that the sample continues."""
+    """Text that the sample continues. Default: a line break."""
 
 
 @dataclass(frozen=True)
