@@ -10,6 +10,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import types
@@ -36,7 +37,6 @@ from torchmars.core.files import (
     locked,
     own_cores,
     read_text,
-    remove,
     sync_folder,
     write_durably,
 )
@@ -388,7 +388,7 @@ def check_damage(damaged: list[Damaged], files: dict[str, int], partial: Path) -
         if found
     )
     if len(records) > DAMAGED_RECORDS or share > LOST_SHARE:
-        remove(partial)
+        shutil.rmtree(partial)
         raise UserError(
             f"the corpus has {words}; at most {DAMAGED_RECORDS} records, and files of "
             f"{LOST_SHARE:.0%} of it, are left out: repair it, or name other files"
@@ -414,7 +414,7 @@ def finish_folder(
     dtype, around = smallest_dtype(tokenizer.vocab_size), len(tokenizer.before) + 1
     tokens = sum(split.tokens for split in splits.values())
     if tokens <= around:  # no more than begins and ends a document
-        remove(partial)
+        shutil.rmtree(partial)
         found = words or f"{[*files, config.source][0]} is blank"
         raise UserError(f"the corpus has no text, and {found}: check data.source")
     if not all(split.tokens for split in splits.values()):
