@@ -21,7 +21,6 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 # USER:PASSWORD@ of an address; the number of a port is no password.
 PASSWORD = re.compile(r"(?:(?<=//)|(?<=s3:)|(?<=gs:)|(?<=az:))[^\s/@:]*:(?!\d{1,5}/)[^\s@]*@")
-LONGEST = 1000  # characters of an error line
 # The environment variable with the file in which a rank leaves its exit code for its launcher.
 EXIT_CODE_FILE = "TORCHMARS_EXIT_CODE_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # that in which torchrun expects a rank's error
@@ -105,10 +104,8 @@ def without_credentials(text: str) -> str:
 
 
 def say_error(error: object) -> None:
-    """Print one line on stderr. The middle of a very long one is left out, and credentials are."""
+    """Print one line on stderr, without the credentials of addresses."""
     text = without_credentials(" ".join(str(error).split()))
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
     say(f"error: {text}", error=True)
 
 
