@@ -26,8 +26,8 @@ from torchmars.core.files import write_durably
 
 T = TypeVar("T")
 Sections = Mapping[str, type]  # of settings, by name
+NO_SECTIONS: Sections = {}
 WIDEST = 98  # columns of a title or a description of a section, beside its indent
-LONGEST_VALUE = 50  # columns of an option's value; a longer list of choices is part of the text
 VALUE = "\0"  # before a word that begins with -, so that argparse takes it for a value
 COMMAND_LINE = "on the command line"
 PLACE = "given by its place"
@@ -114,11 +114,7 @@ def settings_in(sections: Sections) -> dict[str, Option]:
 
 
 def parse(
-    kind: type[T],
-    args: Sequence[str],
-    prog: str,
-    sections: Mapping[str, type] = {},
-    about: str = "",
+    kind: type[T], args: Sequence[str], prog: str, sections: Sections = NO_SECTIONS, about: str = ""
 ) -> tuple[T, dict[str, Any]]:
     """Return the dataclass `kind` with the fields that a command line gives, and other settings.
 
@@ -205,8 +201,6 @@ def add_options(
     for each in options:
         text = texts.get(each.name.rpartition(".")[2], "")
         value, flag = form_of(each.hint), each.kind is bool and not each.setting
-        if len(value) > LONGEST_VALUE:
-            text, value = f"One of {value.strip('{}').replace(',', ', ')}. {text}", "TEXT"
         text = text if flag else each.text(text)
         shown: dict[str, Any] = {"help": text.replace("%", "%%") or argparse.SUPPRESS}
         many = {list: "*", tuple: "+"}.get(typing.get_origin(each.kind))
