@@ -198,7 +198,7 @@ def test_groups_of_the_optimizer(tmp_path):
             ["--parallelism.reshard_after_forward", "2", "--parallelism.tp", "2"],
             "reshard_after_forward = 2 does not go with parallelism.tp: FSDP2",
         ),
-        (["--run.name", "a/b"], "run.name must be one folder name"),
+        (["--run.name", "a/b"], "run.name must be one name"),
         (["--data.source", "text"], "data.files is empty"),
         (["--data.files", "a"], "data.files has no meaning"),
         (

@@ -83,5 +83,5 @@ def test_a_run_without_a_name_is_called_as_its_first_config(tmp_path, first, nam
 
 def test_a_config_whose_name_is_no_name_of_a_run(tmp_path):
     (tmp_path / "a\n.toml").write_text("")
-    with pytest.raises(UserError, match="run.name must be one folder name .*the name of "):
+    with pytest.raises(UserError, match="run.name must be one name .*the name of "):
         load_config([str(tmp_path / "a\n.toml")], "test")

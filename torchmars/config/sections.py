@@ -35,7 +35,7 @@ OF_RANKS = {"training.dtype", "training.compile", "optimizer.matrix_dtype"}
 class RunConfig:
     """The name of the run, and its folder."""
 
-    name: Annotated[str, Name("folder")] = "run"
+    name: Annotated[str, Name()] = "run"
     """Name of the run. Its folder is FOLDER/NAME. A run found there is continued. Default with a
     config: the name of its first file, without .toml."""
     folder: Annotated[str, Place()] = "runs"

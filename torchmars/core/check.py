@@ -55,16 +55,13 @@ class Bounds:
         return {"type": "function-after", "function": after, "schema": handler(source)}
 
 
-@dataclasses.dataclass(frozen=True)
 class Name(Bounds):
-    """Bounds of a text that names one `kind`, "file" or "folder", without the folders above it."""
-
-    kind: str
+    """Bounds of a text that names one file or folder, without the folders above it."""
 
     def check(self, value: str) -> str:
         wrong = value in ("", ".", "..") or "/" in value or not value.isprintable()
         if wrong or len(value.encode()) > 200:
-            raise ValueError(f"must be one {self.kind} name of at most 200 bytes, got {value!r}")
+            raise ValueError(f"must be one name without /, of at most 200 bytes, got {value!r}")
         return value
 
 
@@ -254,10 +251,7 @@ def is_text(value: Any) -> bool:
 
 def parse_json(text: str) -> dict[str, Any]:
     """Return a JSON text's object. Raises `ValueError` if it has none."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
-    return value
+    with contextlib.suppress(RecursionError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise ValueError("it is no JSON object")
