@@ -97,16 +97,15 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
         raise Ended(EXIT_INTERRUPTED) from None
 
 
-def without_credentials(text: str) -> str:
-    """Return a text whose addresses have no USER:PASSWORD@ and no query."""
-    text = re.sub(r"(://[^\s?]*\?)[^\s'\")]+", r"\1...", text)
+def in_a_line(error: object) -> str:
+    """Return an error in one line, whose addresses have no USER:PASSWORD@ and no query."""
+    text = re.sub(r"(://[^\s?]*\?)[^\s'\")]+", r"\1...", " ".join(str(error).split()))
     return PASSWORD.sub("...@", text)
 
 
 def say_error(error: object) -> None:
-    """Print one line on stderr, without the credentials of addresses."""
-    text = without_credentials(" ".join(str(error).split()))
-    say(f"error: {text}", error=True)
+    """Print an error on stderr, `in_a_line`."""
+    say(f"error: {in_a_line(error)}", error=True)
 
 
 def report_failure(error: BaseException, crash: bool = False) -> None:
