@@ -13,7 +13,7 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 49, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 32_110
+IN_ALL = 31_827
 OF_ROOMS = {
     "benchmark": 141,
     "checkpoint": 2_438,
@@ -21,8 +21,8 @@ OF_ROOMS = {
     "commands": 1_498,
     "comparison": 1_750,
     "config": 2_494,
-    "core": 1_417,
-    "data": 2_685,
+    "core": 1_299,
+    "data": 2_527,
     "evaluation": 538,
     "exchange": 1_800,
     "models": 1_901,
@@ -33,7 +33,7 @@ OF_ROOMS = {
     "reports": 591,
     "storage": 638,
     "top level": 636,
-    "training": 1_589,
+    "training": 1_582,
 }
 # Of Python's own modules subprocess takes time, which --help has not.
 OURS = {"torchmars", *sys.stdlib_module_names} - {"subprocess"}

@@ -33,7 +33,7 @@ def no_command(name: str) -> UserError:
     if name.endswith(".toml"):
         return UserError(f"unknown command {name!r}: did you mean torchmars train {name}?")
     # A path is no misspelt command: some of these delete.
-    near = "" if "/" in name else nearest(name, [*commands(), VERSION, "--help"], 0.65)
+    near = "" if "/" in name else nearest(name, [*commands(), VERSION, "--help"])
     remedy = f"did you mean torchmars {near}?" if near else "torchmars --help lists them"
     return UserError(f"unknown command {name!r}: {remedy}")
 

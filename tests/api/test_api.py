@@ -242,9 +242,9 @@ def test_a_mistake_is_one_line(call, message):
 
 def test_settings_of_a_sample_out_of_range_are_refused(model):
     for settings, message in {
-        ("temperature", -1.0): "temperature must be at least 0, got -1",
-        ("top_p", 0.0): "top_p must be more than 0",
-        ("max_tokens", 0): "max_tokens must be at least 1, got 0",
+        ("temperature", -1.0): "temperature must be greater than or equal to 0, got -1",
+        ("top_p", 0.0): "top_p must be greater than 0",
+        ("max_tokens", 0): "max_tokens must be greater than or equal to 1, got 0",
     }.items():
         with pytest.raises(torchmars.UserError, match=message):
             model.generate("a", **dict([settings]))

@@ -216,10 +216,10 @@ def test_the_same_windows_are_read_each_once(folder):
     [
         ({"run": {"seed": 1}}, "made with run.seed = 0, the config says 1"),
         ({"model": {"n_layer": 3}}, "made with model.n_layer = 2, the config says 3"),
-        ({"model": {"n_layer": None}}, "n_layer = 2, the config says none"),
+        ({"model": {"n_layer": None}}, "n_layer = 2, the config says None"),
         (
             {"model": {"vocab_size": 512}},
-            "made with model.vocab_size = none, the config says 512: set it back",
+            "made with model.vocab_size = None, the config says 512: set it back",
         ),
         ({"training": {"seq_len": 64}}, "made with training.seq_len = 32, the config says 64"),
         (
@@ -281,7 +281,7 @@ def test_what_may_change_is_told(folder):
     told = check_same_run(path, manifest, config, manifest.data_fingerprint, meta_optimizer(config))
     assert told == [
         f"training.steps {STEPS} -> 30",
-        "training.stop_after none -> 20",
+        "training.stop_after None -> 20",
         "training.global_batch_size 16 -> 8",
         "optimizer.lr 0.006 -> 0.001",
         "optimizer.lr_1d 0.003 -> 0.0005",

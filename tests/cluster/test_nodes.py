@@ -106,7 +106,7 @@ IMPATIENT = {"NNODES": "2", "RDZV_TIMEOUT": "5"}
         ({"RDZV_ENDPOINT": "nowhere.invalid:29400"}, "RDZV_ENDPOINT = nowhere.invalid:29400: "),
         ({"RDZV_ENDPOINT": "29400"}, "RDZV_ENDPOINT must be HOST:PORT"),
         ({"RDZV_ENDPOINT": ""}, "NNODES = 2 needs RDZV_ENDPOINT=HOST:PORT"),
-        ({"LOG_RANK": "all"}, "LOG_RANK must be a whole number"),
+        ({"LOG_RANK": "all"}, "LOG_RANK must be a valid integer"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value.values()),
 )

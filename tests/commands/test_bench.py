@@ -69,7 +69,7 @@ def test_a_step_and_its_phases():
 @pytest.mark.parametrize(
     "args,wrong",
     [
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be greater than or equal to 1, got 0"),
         (["--optimizer.name", "adamm"], "optimizer.name"),
         (["--training.global_batch_size", "15"], "training.global_batch_size = 15 does not divide"),
     ],

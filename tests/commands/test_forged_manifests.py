@@ -18,12 +18,12 @@ NEEDED = {
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"vocab_size": 3e9}, "vocab_size must be a whole number"),
-        ({"vocab_size": 3 * 10**9}, "vocab_size must be at most 10,000,000"),
-        ({"step": "2"}, "step must be a whole number, got '2'"),
-        ({"files": {"../x": {"size": 0, "sha256": ""}}}, "files must be one file name"),
+        ({"vocab_size": 3e9}, "vocab_size must be a valid integer"),
+        ({"vocab_size": 3 * 10**9}, "vocab_size must be less than or equal to 10000000"),
+        ({"step": "2"}, "step must be a valid integer, got '2'"),
+        ({"files": {"../x": {"size": 0, "sha256": ""}}}, "files.../x must be one name"),
         ({"config": NEEDED | {"model": {"n_layer": 3 * 10**9}}}, "model.n_layer must be"),
-        ({"config": []}, "config must be a table"),
+        ({"config": []}, "config must be an object"),
         ({"config": {"run": {"seed": 0}}}, "config.training.dtype is missing"),
     ],
 )

@@ -173,8 +173,8 @@ def test_config_file_names_several_files(tmp_path, names):
     )
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert {
-        "first.toml second.toml": "at least 1, got -2 (in second.toml)",
-        "first file.toml": "at least 1, got 0 (in first file.toml)",
+        "first.toml second.toml": "equal to 1, got -2 (in second.toml)",
+        "first file.toml": "equal to 1, got 0 (in first file.toml)",
         " \n": "CONFIG_FILE is empty",
         "first.toml *": "cannot read the config *: No such file",
     }[names] in ended.stderr

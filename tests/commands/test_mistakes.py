@@ -135,7 +135,7 @@ def test_variables_of_a_job_stand_in_for_those_that_are_not_set():
     by_hand = job | {"ENVIRONMENT": ""}  # within the job
     assert read_environment(by_hand).NNODES == (1, 1)
     said = mistake(read_environment, job | {"SLURM_GPUS_ON_NODE": "gpu:8"})
-    assert "SLURM_GPUS_ON_NODE must be a whole number" in said
+    assert "SLURM_GPUS_ON_NODE must be a valid integer" in said
     nowhere = {name: value for name, value in job.items() if name != "RDZV_ENDPOINT"}
     assert "SLURM_JOB_NUM_NODES = 4 needs RDZV" in mistake(read_environment, nowhere)
     for asked, found in (("2:8", (2, 4)), ("6:8", (6, 6)), ("2:3", (2, 3)), ("8", (8, 8))):
@@ -245,9 +245,12 @@ def test_where_no_checkpoint_could_be_written_a_run_does_not_start(place):
     [
         (
             ["--guards.hang_seconds", "inf"],
-            "guards.hang_seconds must be at most 1,000,000, got",
+            "guards.hang_seconds must be less than or equal to 1000000, got",
         ),
-        (["--optimizer.matrix.split", "0"], "optimizer.matrix.split must be at least 1, got"),
+        (
+            ["--optimizer.matrix.split", "0"],
+            "optimizer.matrix.split must be greater than or equal to 1, got",
+        ),
         (
             ["--data.path", "loop"],
             "data.path: loop is no folder that can be used (Too many levels of symbolic links)",

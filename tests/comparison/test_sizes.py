@@ -61,10 +61,10 @@ def test_mistakes_are_one_line(transfer, tmp_path):
     for args, wrong in [
         ((), "name two sizes or more"),
         (("--widths", "64"), "name two sizes or more"),
-        (("--widths", "64,many"), "--widths must be a whole number, got 'many'"),
-        (("--widths", "0,64"), "--widths must be at least 1, got 0"),
+        (("--widths", "64,many"), "--widths must be a valid integer, got 'many'"),
+        (("--widths", "0,64"), "--widths must be greater than or equal to 1, got 0"),
         (widths, "--lr-grid is missing: give the learning rates to try"),
-        ((*widths, "--lr-grid", "1,x"), "--lr-grid must be a number, got 'x'"),
+        ((*widths, "--lr-grid", "1,x"), "--lr-grid must be a valid number, got 'x'"),
         ((*widths, "--lr-grid", "1,2", "--validation.interval", "0"), "validation.interval = 0"),
         ((*widths, "--lr-grid", "1", "--widen"), "--widen needs two learning rates or more"),
         ((*widths, "--lr-grid", "1", "--checkpoint.folder", "c"), "checkpoint.folder has no meani"),

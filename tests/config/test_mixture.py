@@ -47,7 +47,10 @@ def test_a_mixture_reads_back_the_same_and_has_a_folder_for_each_part(tmp_path):
         ('[data]\nsource = "text"\n' + MIXTURE.replace("[data]", ""), "beside .*data.mixture"),
         (MIXTURE + '[[data.mixture]]\nname = "books"\nsource = "stdlib"\nweight = 1', "'books'"),
         (MIXTURE.replace("1.5", "0").replace("= 3", "= 0"), "every weight is 0: raise one"),
-        (MIXTURE.replace("1.5", "-1"), "data.mixture.weight must be at least 0, got -1"),
+        (
+            MIXTURE.replace("1.5", "-1"),
+            "data.mixture.weight must be greater than or equal to 0, got -1",
+        ),
         (MIXTURE.replace("weight = 3", ""), "data.mixture.weight is missing"),
         (
             MIXTURE.replace("nanogpt:/", "nanogtp:/"),

@@ -31,8 +31,8 @@ def test_what_is_extended_comes_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ('extends = "base.toml"', "extends must be a list, got 'base.toml'"),
-        ("extends = [1]", r"extends must be a string, got 1 \(in mine.toml\)"),
+        ('extends = "base.toml"', "extends must be a valid array, got 'base.toml'"),
+        ("extends = [1]", r"extends must be a valid string, got 1 \(in mine.toml\)"),
         (f"extends = 0x{'f' * 5000}", r"extends cannot be read: .*\(in mine.toml\)"),
         ('extends = ["none.toml"]', "cannot read the config none.toml: No such file"),
         ('extends = ["mine.toml"]', r"mine.toml extends itself \(mine.toml -> mine.toml\)"),
@@ -83,5 +83,5 @@ def test_a_run_without_a_name_is_called_as_its_first_config(tmp_path, first, nam
 
 def test_a_config_whose_name_is_no_name_of_a_run(tmp_path):
     (tmp_path / "a\n.toml").write_text("")
-    with pytest.raises(UserError, match="run.name must be one folder name .*the name of "):
+    with pytest.raises(UserError, match="run.name must be one name .*the name of "):
         load_config([str(tmp_path / "a\n.toml")], "test")

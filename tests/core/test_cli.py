@@ -22,7 +22,7 @@ class Copy:
 
 
 def copy(*args):
-    return parse(Copy, list(args), "copy")
+    return parse(Copy, list(args), "copy")[0]
 
 
 def test_options_stand_before_and_after_places():
@@ -44,9 +44,9 @@ def test_options_stand_before_and_after_places():
         (("a", "b", "c"), "unrecognized arguments: c: see --help"),
         (("a", "b", "--tims", "3"), "unrecognized arguments: --tims 3: did you mean --times?"),
         (("a", "b", "--time", "3"), "unrecognized arguments: --time 3: did you mean --times?"),
-        (("a", "b", "--times", "0"), "--times must be at least 1, got 0"),
-        (("a", "b", "--times", "-3"), "--times must be at least 1, got -3"),
-        (("a", "b", "--times", "1.5"), "--times must be a whole number"),
+        (("a", "b", "--times", "0"), "--times must be greater than or equal to 1, got 0"),
+        (("a", "b", "--times", "-3"), "--times must be greater than or equal to 1, got -3"),
+        (("a", "b", "--times", "1.5"), "--times must be a valid integer"),
         (("a", "b", "--times", "3", "4"), "unrecognized arguments: 4: see --help"),
         (("a", "b", "--times"), "argument --times: expected one argument: see --help"),
         (("a", "b", "--dry_run=maybe"), "dry-run"),
@@ -71,7 +71,7 @@ def test_a_list_in_the_last_place_takes_what_is_left(tmp_path, monkeypatch):
         log: Path | None = None
 
     def show(*args):
-        return parse(Show, list(args), "show")
+        return parse(Show, list(args), "show")[0]
 
     assert show("all", "--large", "a", "b") == Show("all", [Path("a"), Path("b")], large=True)
     assert show("all", "a", "--log", "none").log is None

@@ -7,6 +7,7 @@ import threading
 import time
 from functools import partial
 from threading import current_thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from tests.support.order import place_of_sample, window_of_sample
 from tests.support.shards import write_shards
 from torchmars.config import DataConfig
 from torchmars.core.errors import LoneMistake, UserError
-from torchmars.data import loader as loading
 from torchmars.data.loader import Loader, close_all, validation_batches
 from torchmars.data.order import Shares, places_of, shares_from_start, windows_of
 from torchmars.data.tokenizer import ByteTokenizer
@@ -257,7 +257,8 @@ def test_the_thread_leaves_torchs_threads_alone(windows):
 def test_for_a_gpu_the_thread_uses_it_first_and_pins(windows, monkeypatch):
     mixed, seen = MixedWindows([windows]), []
     batch = mixed.batch
-    monkeypatch.setattr(loading, "use", lambda device: seen.append((device, current_thread())))
+    gpus = SimpleNamespace(set_device=lambda device: seen.append((device, current_thread())))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpus)
     monkeypatch.setattr(mixed, "batch", lambda places, pinned: seen.append(pinned) or batch(places))
     loader = loader_of(mixed, device=torch.device("cuda", 3))
     loader.step()

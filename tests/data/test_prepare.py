@@ -414,7 +414,10 @@ def test_the_command_prepares_a_corpus_alone_and_as_an_array(tmp_path, monkeypat
         (["--task", "3", "--tasks", "3"], "task 3 is none of 3 tasks"),
         (["--source", "nothing"], "of no known kind"),
         (["--source", "text:*.text"], "names no text file"),
-        (["--source", "stdlib", "--processes", "0"], "data.processes must be at least 1"),
+        (
+            ["--source", "stdlib", "--processes", "0"],
+            "data.processes must be greater than or equal to 1",
+        ),
     ],
 )
 def test_mistakes_of_the_command(tmp_path, monkeypatch, capsys, args, message):

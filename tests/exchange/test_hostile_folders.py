@@ -126,14 +126,20 @@ WRONG = {
     ),
     "config nested": (lambda folder: (folder / CONFIG).write_text("[" * 10**5), "no JSON object"),
     "negative": (config(hidden_size=-8), "hidden_size is -8: it must be a number"),
-    "absurd rows": (config(vocab_size=10**15), "model.vocab_size must be at most 10,000,000"),
+    "absurd rows": (
+        config(vocab_size=10**15),
+        "model.vocab_size must be less than or equal to 10000000",
+    ),
     "list": (config(model_type=["llama"]), "model_type is ..llama.."),
     "rope NaN": (rope(factor=float("nan")), "its factor is nan: it must be a number"),
     "rope factors": (
         rope(low_freq_factor=float("nan")),
         "low_freq_factor is nan: only models",
     ),
-    "theta NaN": (config(rope_theta=float("nan")), "its rope_theta is nan: it must be a number"),
+    "theta NaN": (
+        config(rope_theta=float("nan")),
+        "its rope_theta is nan: it must be a number",
+    ),
     "pickle only": (pickle_only, "no model.safetensors, but pytorch_model.bin, .* may run code"),
     "weights fifo": (as_fifo(WEIGHTS), "Not a regular file"),
     "overlapping": (header(json.dumps(OVERLAPPING)), "invalid offset"),

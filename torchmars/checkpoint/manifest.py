@@ -63,7 +63,7 @@ class CheckpointManifest:
     """How samples are assigned to the parts of the mixture."""
     tokenizer_sha256: str | None = None
     """Of the file of the tokenizer; None for one that has a name."""
-    files: dict[Annotated[str, Name("file")], File] = field(default_factory=dict)
+    files: dict[Annotated[str, Name()], File] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return the text of its file."""

@@ -15,7 +15,6 @@ from torchmars.config.load import flattened
 from torchmars.config.sections import OF_RANKS
 from torchmars.core.errors import UserError
 from torchmars.core.files import path_problem
-from torchmars.core.words import or_none
 from torchmars.data.tokenizer import load_tokenizer
 from torchmars.optim import MARS
 from torchmars.storage import storage_of
@@ -141,8 +140,8 @@ def check_same_run(
         if same_run and was.get(name) != now.get(name):
             keep = ", or keep the weights by checkpoint.init_from" * name.startswith("training.")
             raise UserError(
-                f"{folder} was made with {name} = {or_none(was.get(name))}, the config says "
-                f"{or_none(now.get(name))}: set it back, or choose another run.name{keep}"
+                f"{folder} was made with {name} = {was.get(name)}, the config says "
+                f"{now.get(name)}: set it back, or choose another run.name{keep}"
             )
     if manifest.data_fingerprint != data:
         places = ", ".join(corpus.path for corpus in config.data.corpora())
@@ -162,7 +161,7 @@ def check_same_run(
                 "back, or choose another run.name"
             )
     return [
-        f"{name} {or_none(was.get(name))} -> {or_none(now[name])}"
+        f"{name} {was.get(name)} -> {now[name]}"
         for name in now
         if name.split(".")[0] in reported_sections() and was.get(name) != now[name]
     ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
 
+import torch
 from torch import Tensor
 
 from torchmars.checkpoint.folder import check_place, step_folder
@@ -17,7 +18,6 @@ from torchmars.checkpoint.upkeep import Retention
 from torchmars.checkpoint.writer import TensorWriter, reporting_disk_errors
 from torchmars.config import ResolvedConfig
 from torchmars.config.sections import RunConfig
-from torchmars.core.device import use
 from torchmars.core.errors import Unreachable, UserError
 from torchmars.parallel.layout import Layout
 from torchmars.storage import Owner, storage_of
@@ -211,7 +211,7 @@ class Saver:
         """
         began, folder = time.perf_counter(), step_folder(self.folder, manifest.step)
         self.error = None
-        use(self.layout.device)
+        torch.get_device_module(self.layout.device).set_device(self.layout.device)
         try:
             complete()
             written = self._write(manifest, state, folder)

@@ -18,7 +18,7 @@ from torchmars.cluster.endpoint import interface_of
 from torchmars.config import ParallelismConfig, ResolvedConfig
 from torchmars.config.load import config_text
 from torchmars.core.console import labelled, unless_done_in
-from torchmars.core.device import INTERFACE, backend_of, gpu_type, use
+from torchmars.core.device import INTERFACE, gpu_type
 from torchmars.core.errors import (
     EXIT_UNCONNECTED,
     LostRank,
@@ -73,8 +73,8 @@ def start(config: ParallelismConfig) -> Layout:
     device, backend = torch.device("cpu"), "gloo"
     if gpu := gpu_type():
         device = torch.device(gpu, process.local_rank())
-        backend = f"cpu:gloo,{gpu}:{backend_of(gpu)}"
-        use(device)
+        backend = f"cpu:gloo,{gpu}:{dist.get_default_backend_for_device(gpu)}"
+        torch.get_device_module(device).set_device(device)
         # Of every group gloo would connect all ranks with each other, and NCCL carries the data.
         # Where gloo carries them, the death of a rank shows at once on connections that are there.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

@@ -101,9 +101,9 @@ def allow_open_files() -> None:
 def check_devices(local_ranks: int | None = None) -> None:
     """Raise `UserError` if this machine has GPUs, but fewer than ranks; by default torchrun's."""
     local_ranks = local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    from torchmars.core.device import gpu_count  # it takes torch, which the others here need not
+    from torchmars.core.device import visible_gpus  # it takes torch: the others here need none
 
-    gpus = gpu_count()
+    gpus = len(visible_gpus())
     if 0 < gpus < local_ranks:
         raise UserError(
             f"{local_ranks} ranks need as many GPUs, {node()} has {gpus}: "

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
 
 from torchmars.cluster import process
 from torchmars.cluster.failures import report_file
 from torchmars.core.console import say
-from torchmars.core.device import backend_of
 from torchmars.core.errors import file_errors
 from torchmars.core.files import open_to_write
 from torchmars.parallel.layout import Layout
@@ -32,7 +32,7 @@ class Watchdog:
 
     def __init__(self, folder: Path, layout: Layout, seconds: float) -> None:
         self.folder, self.layout, self.seconds = folder, layout, seconds
-        self.on_nccl = backend_of(layout.device.type) == "nccl"
+        self.on_nccl = dist.get_default_backend_for_device(layout.device.type) == "nccl"
         self.file = report_file(folder, layout.world.rank)
         self.flight = folder / f"flight_{layout.world.rank}"
         self.stream: TextIO | None = None  # of `file`, while it watches

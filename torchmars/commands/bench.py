@@ -33,9 +33,9 @@ def main() -> None:
     with exit_on_user_error():
         options, config, arguments = load_command(Bench, sys.argv[1:], PROG)
         require_config(arguments, PROG)
-        from torchmars.core.device import describe_machine, gpu_count  # it takes torch
+        from torchmars.core.device import describe_machine, visible_gpus  # it takes torch
 
-        ranks = ranks_of(config, gpu_count() or 2)
+        ranks = ranks_of(config, len(visible_gpus()) or 2)
         say(
             *labelled("machine", describe_machine()),
             *labelled("config", shlex.join(arguments), counted(ranks, "rank")),

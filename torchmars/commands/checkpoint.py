@@ -35,7 +35,7 @@ class Checkpoint:
 def main() -> None:
     """Verify or prune the checkpoints of a run."""
     with exit_on_user_error():
-        options = parse(Checkpoint, sys.argv[1:], "torchmars checkpoint")
+        options, _ = parse(Checkpoint, sys.argv[1:], "torchmars checkpoint")
         from torchmars.checkpoint import upkeep
 
         folder = upkeep.checkpoints_of(options.run)

@@ -41,7 +41,7 @@ class Export(PluginOptions):
 def main() -> None:
     """Export the model that the command line names."""
     with exit_on_user_error():
-        options = parse(Export, sys.argv[1:], "torchmars export")
+        options, _ = parse(Export, sys.argv[1:], "torchmars export")
         target = options.target
         check_target(target)
         from torchmars.exchange import export, saved_model

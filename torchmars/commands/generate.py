@@ -31,7 +31,7 @@ class Generate(PluginOptions):
     step: Count | None = None
     """Of a run, take the checkpoint of this step."""
     prompt: str = "\n"
-    """Text to continue."""
+    """Text to continue. Default: a line break."""
     prompts: Path | None = None
     """Instead of a prompt: a file with one in each line. All are continued together. Each is
     printed as a line of JSON, {"prompt": ..., "text": ...}."""
@@ -52,7 +52,7 @@ class Generate(PluginOptions):
 def main() -> None:
     """Print a model's continuations of prompts."""
     with exit_on_user_error():
-        options = parse(Generate, sys.argv[1:], "torchmars generate")
+        options, _ = parse(Generate, sys.argv[1:], "torchmars generate")
         prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
         prompts = [prompt for prompt in prompts for _ in range(options.samples)]
         from torchmars.core.device import gpu_type

@@ -32,7 +32,7 @@ from torchmars.cluster.sizes import UsableSizes, sizes_of
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_config, require_config
 from torchmars.core.console import labelled, say
-from torchmars.core.device import gpu_count
+from torchmars.core.device import visible_gpus
 from torchmars.core.errors import Ended, UserError, exit_on_user_error
 from torchmars.core.files import own_cores
 from torchmars.planning.plan import check_gpu_memory
@@ -107,7 +107,7 @@ def start_ranks(
 
 def ranks_here(environment: Environment) -> int:
     """Return how many ranks this machine starts."""
-    return environment.NGPU or gpu_count() or 2
+    return environment.NGPU or len(visible_gpus()) or 2
 
 
 def prepare(config: ResolvedConfig, sizes: UsableSizes) -> None:

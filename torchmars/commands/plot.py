@@ -36,7 +36,7 @@ class Plot:
 def main() -> None:
     """Draw what the command line names."""
     with exit_on_user_error():
-        options = parse(Plot, sys.argv[1:], "torchmars plot")
+        options, _ = parse(Plot, sys.argv[1:], "torchmars plot")
         with needs_package("matplotlib", "torchmars plot", "plot"):
             from torchmars.reports import figures, page
 

@@ -32,7 +32,8 @@ class Rendezvous:
 def main() -> None:
     """Listen at the endpoint that the command line names until a signal comes."""
     with exit_on_user_error():
-        endpoint = parse(Rendezvous, sys.argv[1:], "torchmars rendezvous").endpoint
+        options, _ = parse(Rendezvous, sys.argv[1:], "torchmars rendezvous")
+        endpoint = options.endpoint
         secret = os.environ.get("RDZV_TOKEN")
         if secret is not None:
             read_variable("RDZV_TOKEN", secret)

@@ -36,7 +36,7 @@ class Runs:
 def main() -> None:
     """Print the runs in the folder that the command line names."""
     with exit_on_user_error():
-        options = parse(Runs, sys.argv[1:], "torchmars runs")
+        options, _ = parse(Runs, sys.argv[1:], "torchmars runs")
         folder = local_place(options.folder, "the folder of runs")
         if not folder.is_dir():
             remedy = other_run(folder, "name a folder of runs")

@@ -16,7 +16,7 @@ from torchmars.cluster.environment import read_environment
 from torchmars.cluster.process import found_as_here, send_once_gone, start_launcher
 from torchmars.comparison.study import Study, Trial
 from torchmars.comparison.trials import OUTPUT_FILE, write_trial
-from torchmars.core.device import limited_to, visible_gpus
+from torchmars.core.device import VISIBLE, visible_gpus
 from torchmars.core.errors import EXIT_STOPPED, UserError
 from torchmars.core.files import open_to_write, own_cores
 from torchmars.core.words import counted
@@ -78,7 +78,7 @@ class LocalTrials:
     def variables(self, place: str) -> dict[str, str]:
         """Return the environment of a trial on the GPUs of a place."""
         own = {"NGPU": str(self.ranks), "NNODES": "1", "OMP_NUM_THREADS": str(self.threads)}
-        return dict(os.environ) | own | limited_to(place)
+        return dict(os.environ) | own | ({VISIBLE: place} if place else {})
 
     def ended(self) -> list[tuple[Trial, int | None]]:
         """Return the trials that have ended since, and their exit codes; not those stopped."""

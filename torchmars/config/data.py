@@ -23,7 +23,7 @@ class PartConfig:
     """As data.source."""
     weight: Amount
     """Its share of the samples, relative to the other parts."""
-    name: Annotated[str, Name("part")] | None = None
+    name: Annotated[str, Name()] | None = None
     """Its name in metrics. Default: the source."""
     files: list[Annotated[str, Place(stores=True, pattern=True)]] = field(default_factory=list)
     """As data.files."""

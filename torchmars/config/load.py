@@ -4,6 +4,7 @@ Five functions in this order: `read` (files, with what they extend), `merge`, `l
 `overlay` (the command line), `validate`. Tables keep where they are from: errors say so.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import os
@@ -81,10 +82,11 @@ def load_sources(
     files = files_in(rest)
     sources = read(files)
     sections = sections_for(rest, sources)
-    named = (each.removeprefix("--").replace("-", "_") for each, _ in cli.grouped(rest))
+    words = [each.partition("=")[0] for each in rest if each.startswith("--")]
+    named = [each.removeprefix("--").replace("-", "_") for each in words]
     check_names([each for each in named if "." in each], lambda _: COMMAND_LINE, sections)
     given = [*mine, *rest[len(files) :]]
-    options, found = cli.parse_all(kind, given, f"{prog} [CONFIG.toml ...]", sections, DESCRIPTION)
+    options, found = cli.parse(kind, given, f"{prog} [CONFIG.toml ...]", sections, DESCRIPTION)
     sources.append((COMMAND_LINE, overlay(found)))
     return options, sources, rest
 
@@ -238,12 +240,11 @@ def sections_for(args: Sequence[str], sources: Sequence[NamedTables]) -> dict[st
 
     Its files name them, and its options `--plugins`, `--model.name` and `--optimizer.name`.
     """
-    found: dict[str, Any] = {}
-    for option, words in cli.grouped(args):
-        if option == "--run.plugins" and words:
-            found["run.plugins"] = words
-        elif option in ("--model.name", "--optimizer.name") and words:
-            found[option[2:]] = words[0]
+    parser = cli.Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--run.plugins", nargs="+")
+    parser.add_argument("--model.name")
+    parser.add_argument("--optimizer.name")
+    found = vars(parser.parse_known_args([*args])[0])
     named = [*sources, (COMMAND_LINE, overlay(found))]
     load_named_plugins(named)
     with located(named):
@@ -295,7 +296,7 @@ def config_from_sources(sources: Sequence[NamedTables]) -> ResolvedConfig:
                 raise UserError(f"unknown section {name!r} ({where(name)}): write [SECTION] above")
         check_names(flattened(tables), where, sections)
         made = {
-            name: make(kind, tables[name], where, name) if name in tables else kind()
+            name: make(kind, tables[name], name=name) if name in tables else kind()
             for name, kind in sections.items()
         }
         return Config(**made).resolve()
@@ -308,7 +309,7 @@ def located(sources: Sequence[NamedTables]) -> Iterator[None]:
         yield
     except UserError as error:
         setting = str(error).split(maxsplit=1)[0]
-        source = source_of(sources, setting) if "." in setting else ""
+        source = source_of(sources, setting)
         if not source or source in str(error):
             raise
         raise UserError(f"{error} ({source})") from None

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torchmars.core.cli import words
 from torchmars.core.errors import UserError
 
 T = TypeVar("T")
@@ -26,7 +25,7 @@ class PluginOptions:
 
     def __post_init__(self) -> None:
         if self.plugins is not None:
-            load_plugins(words(self.plugins, "--plugins"))
+            load_plugins(self.plugins.split(","))
 
 
 def register(table: dict[str, T], name: str, entry: T) -> None:

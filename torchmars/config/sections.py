@@ -35,7 +35,7 @@ OF_RANKS = {"training.dtype", "training.compile", "optimizer.matrix_dtype"}
 class RunConfig:
     """The name of the run, and its folder."""
 
-    name: Annotated[str, Name("folder")] = "run"
+    name: Annotated[str, Name()] = "run"
     """Name of the run. Its folder is FOLDER/NAME. A run found there is continued. Default with a
     config: the name of its first file, without .toml."""
     folder: Annotated[str, Place()] = "runs"
@@ -225,7 +225,7 @@ class ValidationConfig:
     sample_tokens: Count = 0
     """Tokens of text to sample when the run is complete. 0: none."""
     sample_prompt: str = "\n"
-    """Text that the sample continues."""
+    """Text that the sample continues. Default: a line break."""
 
 
 @dataclass(frozen=True)

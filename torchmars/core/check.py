@@ -23,29 +23,8 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
-Where = Callable[[str], str] | str  # where values are from; a function of a setting's name
 
 UNIONS = (typing.Union, types.UnionType)
-# What pydantic says, and what users of TOML say.
-IN_WORDS = {
-    "Value error, ": "",
-    "Field required": "is missing",
-    "Unexpected keyword argument": "is an unknown key",
-    " or Input should be": " or",
-    "Input should be": "must be",
-    "List should": "must",
-    "Tuple should": "must",
-    " after validation, not": ", got",
-    "a valid integer": "a whole number",
-    "a valid number": "a number",
-    "a valid boolean": "true or false",
-    "a valid string": "a string",
-    "a valid array": "a list",
-    "an object": "a table",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-    "greater than": "more than",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +55,13 @@ class Bounds:
         return {"type": "function-after", "function": after, "schema": handler(source)}
 
 
-@dataclasses.dataclass(frozen=True)
 class Name(Bounds):
-    """Bounds of a text that names one `kind`, "file" or "folder", without the folders above it."""
-
-    kind: str
+    """Bounds of a text that names one file or folder, without the folders above it."""
 
     def check(self, value: str) -> str:
         wrong = value in ("", ".", "..") or "/" in value or not value.isprintable()
         if wrong or len(value.encode()) > 200:
-            raise ValueError(f"must be one {self.kind} name of at most 200 bytes, got {value!r}")
+            raise ValueError(f"must be one name without /, of at most 200 bytes, got {value!r}")
         return value
 
 
@@ -118,10 +94,10 @@ class Place(Bounds):
         return value
 
 
-def make(kind: type[T], value: Any, where: Where = "", name: str = "") -> T:
+def make(kind: type[T], value: Any, where: str = "", name: str = "") -> T:
     """Return `value`, of TOML or JSON, as the type `kind`: a dataclass from its table.
 
-    Errors call it `name`, and say where it is from. Raises `UserError` for a wrong type, a value
+    Errors call it `name`, and say `where` it is from. Raises `UserError` for a wrong type, a value
     out of bounds, an unknown key and a missing one.
     """
     try:
@@ -141,7 +117,7 @@ def adapter(kind: Any) -> "TypeAdapter[Any]":
     return TypeAdapter(kind)
 
 
-def explained(error: ValueError, value: Any, where: Where, name: str) -> UserError:
+def explained(error: ValueError, value: Any, where: str, name: str) -> UserError:
     """Return the first of pydantic's errors in one line: the setting, what is wrong, where from.
 
     Elements of lists are called as the list is. Of a value that may be of several types the errors
@@ -151,50 +127,43 @@ def explained(error: ValueError, value: Any, where: Where, name: str) -> UserErr
     unread = {"type": "value_error", "loc": (), "msg": f"cannot be read: {error}"}
     errors: list[Any] = getattr(error, "errors", lambda **_: [unread])(include_url=False)
     kind, place = errors[0]["type"], errors[0]["loc"]
-    place = place[:-2] if place[-1:] == ("[key]",) else place  # of a table with the user's names
-    keys, got, depth = [name] if name else [], value, 0
+    keys, got = [name], value
     for step in place:
-        inside = range(len(got)) if isinstance(got, list) else got if isinstance(got, dict) else ()
-        if step not in inside:
-            break  # what follows is of pydantic: a type, or what is not there
-        keys += [] if isinstance(got, list) else [str(step)]
-        got, depth = got[step], depth + 1
-    of_pair = kind == "missing" and isinstance(got, list)
-    if kind == "missing" and not of_pair:
-        keys.append(str(place[-1]))
-    setting = ".".join(keys)
-    alike = [each for each in errors if each["loc"][:depth] == place[:depth]]
-    texts = dict.fromkeys(each["msg"] for each in (alike if place[depth:] else alike[:1]))
-    said = " or ".join(texts)
-    for theirs, ours in IN_WORDS.items():
-        said = said.replace(theirs, ours)
-    said = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", said)
-    if of_pair:
-        said = f"must be {1 + max(each['loc'][-1] for each in alike)} values, got {got!r:.200}"
-    elif kind not in ("missing", "value_error", "unexpected_keyword_argument"):
+        try:
+            got = got[step]
+        except (LookupError, TypeError):  # what follows is of pydantic: a type, or what is missing
+            break
+        keys.append(step if isinstance(step, str) else "")
+    depth = len(keys) - 1
+    alike = [each["msg"] for each in errors if each["loc"][:depth] == place[:depth]]
+    said = " or ".join(dict.fromkeys(alike))
+    said = said.replace("Value error, ", "").replace("Input should be", "must be")
+    if kind == "missing" and isinstance(got, list):
+        said = f"needs {errors[-1]['loc'][-1] + 1} values, got {got!r}"
+    elif kind == "missing":
+        keys, said = [*keys, str(place[-1])], "is missing"
+    elif kind != "value_error":
         said = f"{said}, got {got!r:.200}"
-    source = where if isinstance(where, str) else where(setting)
-    return UserError(f"{setting} {said} ({source})" if source else f"{setting} {said}")
+    setting = ".".join(filter(None, keys))
+    return UserError(f"{setting} {said} ({where})" if where else f"{setting} {said}")
 
 
-def nearest(name: str, known: Iterable[str], likeness: float = 0.65) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Return the name among those `known` that `name` was meant to be; "" if none is like it.
 
-    Of dotted names it is the first with the same last part, in any section, else the likest of the
-    same section. Below a `likeness` from 0 to 1 a hint would mislead.
+    Of dotted names it is the first with the same last part, in any section, else of the same
+    section the only one that begins so, or the likest. Less like it than 0.65 of 1 would mislead.
     """
     plain = {each.replace("-", "_").lower(): each for each in reversed([*known])}
-    name = name.replace("-", "_").lower()
-    section, _, key = name.rpartition(".")
+    section, _, key = name.replace("-", "_").lower().rpartition(".")
     last = {each.rpartition(".")[2]: full for each, full in plain.items()}
-    if key in last and name not in plain:
+    if key in last:
         return last[key]
-    beside = {each for each in plain if section and each.rpartition(".")[0] == section}
-    if beside:
-        plain, name = {each.rpartition(".")[2]: plain[each] for each in beside}, key
-    begun = [each for each in plain if len(name) > 2 and each.startswith(name)]
-    found = begun if len(begun) == 1 else difflib.get_close_matches(name, plain, 1, likeness)
-    return plain[found[0]] if found else ""
+    inside = [each for each in plain if section and each.rpartition(".")[0] == section]
+    beside = {each.rpartition(".")[2]: plain[each] for each in inside} or plain
+    begun = [each for each in beside if each.startswith(key)]
+    found = begun if len(begun) == 1 else difflib.get_close_matches(key, beside, 1, 0.65)
+    return beside[found[0]] if found else ""
 
 
 def meant(name: str, known: Iterable[str], otherwise: str = "", before: str = "") -> str:
@@ -284,10 +253,7 @@ def is_text(value: Any) -> bool:
 
 def parse_json(text: str) -> dict[str, Any]:
     """Return a JSON text's object. Raises `ValueError` if it has none."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
-    return value
+    with contextlib.suppress(RecursionError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise ValueError("it is no JSON object")

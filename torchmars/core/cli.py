@@ -15,6 +15,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -25,8 +26,8 @@ from torchmars.core.files import write_durably
 
 T = TypeVar("T")
 Sections = Mapping[str, type]  # of settings, by name
+NO_SECTIONS: Sections = {}
 WIDEST = 98  # columns of a title or a description of a section, beside its indent
-LONGEST_VALUE = 50  # columns of an option's value; a longer list of choices is part of the text
 VALUE = "\0"  # before a word that begins with -, so that argparse takes it for a value
 COMMAND_LINE = "on the command line"
 PLACE = "given by its place"
@@ -62,22 +63,13 @@ class Option:
             return self.name.upper()
         return f"--{self.name}" if self.setting else f"--{self.name.replace('_', '-')}"
 
-    def shown_default(self) -> str:
-        """Return the default as TOML spells it, or nothing if it has none worth showing."""
-        value = self.default
-        if value in (MISSING, None, ""):
-            return ""
-        shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        if isinstance(value, bool):
-            return shown.lower()
-        return shown if shown.strip() else repr(value)
-
     def text(self, documented: str) -> str:
-        """Return its help: what its field says, and its default."""
-        shown = self.shown_default()
-        if not documented or "Default: " in documented or not shown:
+        """Return its help: what its field says, and its default as TOML spells it."""
+        value = self.default
+        if not documented or "Default: " in documented or value in (MISSING, None, ""):
             return documented
-        return f"{documented} Default: {shown}."
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return f"{documented} Default: {shown.lower() if isinstance(value, bool) else shown}."
 
     def value(self, given: Any) -> Any:
         """Return the value of its words, or of a flag. Settings are checked later, all together.
@@ -121,21 +113,15 @@ def settings_in(sections: Sections) -> dict[str, Option]:
     return {each.name: each for each in found if table_in(each.hint) is None}
 
 
-def parse(kind: type[T], args: Sequence[str], prog: str) -> T:
-    """Return the dataclass `kind` with the fields that a command line gives.
+def parse(
+    kind: type[T], args: Sequence[str], prog: str, sections: Sections = NO_SECTIONS, about: str = ""
+) -> tuple[T, dict[str, Any]]:
+    """Return the dataclass `kind` with the fields that a command line gives, and other settings.
 
     A `Positional` field is given by its place, the others as `--name value`, `--name=value`, or
-    `--name` for a bool. `--help` prints the help and exits. Raises `UserError`.
-    """
-    return parse_all(kind, args, prog, {})[0]
-
-
-def parse_all(
-    kind: type[T], args: Sequence[str], prog: str, sections: Sections, about: str = ""
-) -> tuple[T, dict[str, Any]]:
-    """Return what `parse` does, and the settings of `sections` that a command line gives.
-
-    `--help` has `about` too. After it the name of a section, of a setting, or "all" asks for more.
+    `--name` for a bool; settings of `sections` as `--section.name`. `--help` prints the help, with
+    `about`, and exits. After it the name of a section, of a setting, or "all" asks for more. Raises
+    `UserError`.
     """
     own = {each.name: each for each in options_of(kind)}
     options = own | settings_in(sections)
@@ -204,20 +190,8 @@ def taken(args: Sequence[str], kind: type) -> tuple[list[str], list[str]]:
         option = own.get(name.replace("_", "-"))
         (mine if option else rest).append(arg)
         if option and not equals and option.kind is not bool:
-            mine.extend([word for word in [next(left, None)] if word is not None])
+            mine.extend(islice(left, 1))
     return mine, rest
-
-
-def grouped(args: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return each option of a command line, as it is written, with the words after it."""
-    found: list[tuple[str, list[str]]] = []
-    for arg in args:
-        if arg.startswith("--"):
-            name, equals, value = arg.partition("=")
-            found.append((name, [value] if equals else []))
-        elif found:
-            found[-1][1].append(arg)
-    return found
 
 
 def add_options(
@@ -227,8 +201,6 @@ def add_options(
     for each in options:
         text = texts.get(each.name.rpartition(".")[2], "")
         value, flag = form_of(each.hint), each.kind is bool and not each.setting
-        if len(value) > LONGEST_VALUE:
-            text, value = f"One of {value.strip('{}').replace(',', ', ')}. {text}", "TEXT"
         text = text if flag else each.text(text)
         shown: dict[str, Any] = {"help": text.replace("%", "%%") or argparse.SUPPRESS}
         many = {list: "*", tuple: "+"}.get(typing.get_origin(each.kind))
@@ -260,27 +232,26 @@ def print_help(kind: type, prog: str, sections: Sections, about: str, named: str
         parser.description = f"{inspect.getdoc(kind)}\n\n{textwrap.fill(about, 80)}".strip()
         add_options(parser, options_of(kind), documentation(kind))
         parser.add_argument("-h", "--help", action="store_true", help="Print this and exit.")
-    groups = dict[type, argparse._ArgumentGroup]()  # the roles of the optimizer have one type
+    shown: dict[type, str] = {}  # the roles of the optimizer have one type
     for name, its in tables_in(sections, arrays=named not in ("", "all")):
         chosen = [
             each
             for each in options_of(its, name)
             if table_in(each.hint) is None and (whole or f"{each.name}.".startswith(f"{named}."))
         ]
-        if named and chosen and its not in groups:
-            groups[its] = parser.add_argument_group(f"[{name}]", section_text(its))
-            add_options(groups[its], chosen, documentation(its))
-    if named and sections and not groups:
+        if named and chosen and its not in shown:
+            group = parser.add_argument_group(f"[{name}]", section_text(its))
+            add_options(group, chosen, documentation(its))
+        if chosen:
+            shown.setdefault(its, name)
+    if sections and not shown:
         tables = dict(tables_in(sections))
         remedy = meant(named, [*settings_in(sections), *tables], f"they are {', '.join(tables)}")
         raise UserError(f"--help {named}: there is no such section: {remedy}")
     write(parser.format_help())
     if sections and not named:
         say("\nsections of settings (--help SECTION prints one, --help all prints all):")
-        names: dict[type, str] = {}  # the roles of the optimizer have one type
-        for name, its in tables_in(sections):
-            names.setdefault(its, name)
-        for its, name in names.items():
+        for its, name in shown.items():
             text = textwrap.shorten(section_text(its), 74, placeholder=" ...")
             say(f"  {f'[{name}]':<24}{text}")
     raise Ended(0)
@@ -307,14 +278,6 @@ def documentation(kind: type) -> dict[str, str]:
                 ):
                     texts[name] = " ".join(text.split())
     return texts
-
-
-def words(text: str, option: str) -> list[str]:
-    """Return the words between commas. Raises `UserError` if one is empty."""
-    found = [word.strip() for word in text.split(",")]
-    if "" in found:
-        raise UserError(f"{option} needs a word on each side of a comma, got {text!r}")
-    return found
 
 
 def write_results(file: Path, found: dict[str, Any]) -> None:

@@ -40,22 +40,12 @@ def gpu_type() -> str | None:
     return GPU_TYPE if torch.cuda.is_available() else None
 
 
-def gpu_count() -> int:
-    """Return how many GPUs this process may use, leaving them alone: it may fork later."""
-    return torch.cuda.device_count()
-
-
-def gpu_name(number: int) -> str:
-    """Return the name of this machine's GPU `number`, "cpu" where runs use that."""
-    return torch.cuda.get_device_name(number) if gpu_type() else "cpu"
-
-
 def gpu_memory() -> int | None:
     """Return the bytes of memory of this machine's largest GPU, leaving the GPUs alone.
 
     None where runs use the CPU, or where the maker's program does not tell.
     """
-    if not gpu_count():
+    if not torch.cuda.device_count():
         return None
     ask = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
@@ -67,28 +57,17 @@ def gpu_memory() -> int | None:
 def describe_machine() -> str:
     """Return what measurements depend on: GPUs, cores and how busy these are, and torch."""
     busy = f"{own_cores()} cores, of which {os.getloadavg()[0]:.2f} were busy in the last minute"
-    return f"{gpu_name(0)}, {busy}; torch {torch.__version__}"
+    gpu = torch.cuda.get_device_name(0) if gpu_type() else "cpu"
+    return f"{gpu}, {busy}; torch {torch.__version__}"
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, by the names that `limited_to` takes."""
-    count, named = gpu_count(), os.environ.get(VISIBLE)
+    """Return the GPUs that this process may use, by the names that `VISIBLE` takes.
+
+    It leaves them alone: the process may fork later.
+    """
+    count, named = torch.cuda.device_count(), os.environ.get(VISIBLE)
     return (named.split(",") if named else [str(number) for number in range(count)])[:count]
-
-
-def limited_to(gpus: str) -> dict[str, str]:
-    """Return the variable that lets a process use these `gpus` alone; none for an empty name."""
-    return {VISIBLE: gpus} if gpus else {}
-
-
-def use(device: torch.device) -> None:
-    """Let the calling thread, which begins with the first GPU, use `device` where none is named."""
-    torch.get_device_module(device).set_device(device)
-
-
-def backend_of(device_type: str) -> str:
-    """Return torch's name of what carries tensors of a type of device between ranks."""
-    return "nccl" if is_gpu(device_type) else "gloo"
 
 
 def multiplies_float8(device: torch.device) -> bool:

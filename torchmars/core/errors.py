@@ -21,7 +21,6 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 # USER:PASSWORD@ of an address; the number of a port is no password.
 PASSWORD = re.compile(r"(?:(?<=//)|(?<=s3:)|(?<=gs:)|(?<=az:))[^\s/@:]*:(?!\d{1,5}/)[^\s@]*@")
-LONGEST = 1000  # characters of an error line
 # The environment variable with the file in which a rank leaves its exit code for its launcher.
 EXIT_CODE_FILE = "TORCHMARS_EXIT_CODE_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # that in which torchrun expects a rank's error
@@ -98,18 +97,15 @@ def exit_on_user_error(quiet: bool = False) -> Iterator[None]:
         raise Ended(EXIT_INTERRUPTED) from None
 
 
-def without_credentials(text: str) -> str:
-    """Return a text whose addresses have no USER:PASSWORD@ and no query."""
-    text = re.sub(r"(://[^\s?]*\?)[^\s'\")]+", r"\1...", text)
+def in_a_line(error: object) -> str:
+    """Return an error in one line, whose addresses have no USER:PASSWORD@ and no query."""
+    text = re.sub(r"(://[^\s?]*\?)[^\s'\")]+", r"\1...", " ".join(str(error).split()))
     return PASSWORD.sub("...@", text)
 
 
 def say_error(error: object) -> None:
-    """Print one line on stderr. The middle of a very long one is left out, and credentials are."""
-    text = without_credentials(" ".join(str(error).split()))
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
-    say(f"error: {text}", error=True)
+    """Print an error on stderr, `in_a_line`."""
+    say(f"error: {in_a_line(error)}", error=True)
 
 
 def report_failure(error: BaseException, crash: bool = False) -> None:

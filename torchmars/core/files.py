@@ -7,7 +7,6 @@ import hashlib
 import io
 import math
 import os
-import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -23,10 +22,7 @@ PATIENCE = 60.0  # seconds that a process may take to end
 
 
 def path_problem(path: PurePath | str, kind: Literal["file", "folder"]) -> str:
-    """Return why `path` cannot be a regular file or a folder; an empty text where it can.
-
-    It need not exist.
-    """
+    """Return why `path` can be no regular file or folder; "" where it can. It need not exist."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -129,14 +125,6 @@ def sha256(file: Path) -> str:
     """Return the SHA-256 of a file. Raises `OSError`."""
     with open_file(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def remove(path: Path) -> None:
-    """Delete a file, a folder with its contents, or a link; never the target of a link."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def is_gone(file: PurePath) -> bool:

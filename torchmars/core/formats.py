@@ -7,20 +7,16 @@ another version is told from a damaged one. A version reads its own files alone.
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from torchmars.core.check import make, parse_json
 from torchmars.core.errors import UserError
 from torchmars.core.files import open_file
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 class OtherVersion(UserError):
@@ -60,7 +56,7 @@ class Format:
         if mark and digest != hashlib.sha256(summed + b"\n}").hexdigest().encode() + b'"\n}\n':
             raise ValueError("it was altered: it does not match its own checksum")
         name = str(entries.get("format"))
-        if not re.fullmatch(rf"{self.name}-[1-9][0-9]{{0,8}}", name):
+        if not name.startswith(f"{self.name}-"):
             raise ValueError(f"its format is {name!r}")
         if name != f"{self.name}-{self.version}":
             raise OtherVersion(
@@ -68,7 +64,7 @@ class Format:
             )
         if not mark:
             raise ValueError("its checksum is missing")
-        known = [each.name for each in fields(kind) if each.name in entries]
+        known = [each for each in vars(kind)["__dataclass_fields__"] if each in entries]
         try:
             return make(kind, {each: entries[each] for each in known})
         except UserError as error:

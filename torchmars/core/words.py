@@ -1,8 +1,7 @@
 """Counts, numbers, times and tables in the words of messages."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from torchmars.core.console import harmless
 
@@ -15,11 +14,6 @@ def counted(number: int, thing: str, things: str = "") -> str:
 def number_or_dash(value: float | None, pattern: str = ".4f") -> str:
     """Return a number as a table shows it; "-" if it is not known, or none."""
     return "-" if value is None or math.isnan(value) else format(value, pattern)
-
-
-def or_none(value: Any, in_words: Callable[[Any], str] = str) -> str:
-    """Return a setting's value in words; "none" if it is not set."""
-    return "none" if value is None else in_words(value)
 
 
 def short(number: float) -> str:

@@ -10,7 +10,6 @@ import functools
 import glob
 import gzip
 import io
-import itertools
 import lzma
 import os
 import re
@@ -259,25 +258,31 @@ def read_piece(piece: Piece, source: DataSource) -> Iterator[tuple[Block, int]]:
 
 def text_records(stream: Any, each: Input, source: DataSource) -> Records:
     """Yield the documents of a file of text, or the lines of one of JSON, or of a range of it."""
-    lines = lines_in(stream, each)
     if source.kind != "jsonl":
-        return documents_of(lines, LONGEST)
+        return documents_of(lines_in(stream, each, CHUNK), LONGEST)
+    lines = lines_in(stream, each, 0)
     return ((number, line.removesuffix(b"\n")) for number, line in lines if line.strip())
 
 
-def lines_in(stream: Any, each: Input) -> Iterator[Numbered]:
-    """Yield lines. Of one of more than `LONGEST` bytes, no more than 2 bytes above are in it."""
+def lines_in(stream: Any, each: Input, size: int) -> Iterator[Numbered]:
+    """Yield whole lines, the next one and those in `size` bytes before it.
+
+    Of one of more than `LONGEST` bytes what is beyond may be left out.
+    """
     stream.seek(each.begin)
     text, left = (stream, each.size) if each.end else (unpacked(stream, each.name), 2**62)
-    for number in itertools.count(1):
-        line = rest = text.readline(min(LONGEST + 2, left))
-        left -= len(line)
+    number = 1
+    while True:
+        lines = text.read(min(size, left))
+        lines += (rest := text.readline(min(LONGEST + 2, left - len(lines))))
+        if not lines:
+            break
+        yield number, lines
+        left -= len(lines)
+        number += lines.count(b"\n") + (not lines.endswith(b"\n"))
         while rest and not rest.endswith(b"\n"):
             rest = text.readline(min(CHUNK, left))
             left -= len(rest)
-        if not line:
-            break
-        yield number, line
     # Python's own readers of xz and bzip2 end, silently, at what is none.
     if not each.end and not stream.closed and stream.read(1):
         raise LostFile("from here on it is not compressed as what is before")

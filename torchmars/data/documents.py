@@ -5,6 +5,7 @@ A process imports this file and a tokenizer, and nothing heavy.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,6 +18,7 @@ from torchmars.data.manifest import SPLITS, Split
 from torchmars.data.tokenizer import Unencodable, load_tokenizer, smallest_dtype
 
 SEPARATOR = b"<|endoftext|>"  # alone on a line, it ends a document of a text file
+SEPARATED = re.compile(rb"(<\|endoftext\|>.*\n?)")  # from there to the end of its line
 
 
 class Damage(Exception):
@@ -146,22 +148,30 @@ def field_of(line: str, name: str) -> str:
     raise Damage(f"it has no text in its field {name!r}{known}")
 
 
-Numbered = tuple[int, bytes]  # a line or a document, and the number of its first line
+Numbered = tuple[int, bytes]  # whole lines, or a document, and the number of its first line
 
 
-def documents_of(lines: Iterable[Numbered], longest: int) -> Iterator[Numbered]:
-    """Yield the documents of lines, which end at the lines of `SEPARATOR`.
+def documents_of(blocks: Iterable[Numbered], longest: int) -> Iterator[Numbered]:
+    """Yield the documents of blocks of whole lines, which end at the lines of `SEPARATOR`.
 
     One of more than `longest` bytes is cut at line ends into several. A line beyond that is alone.
     """
-    document, begin = bytearray(), 1
-    for number, line in lines:
-        ends = line.strip() == SEPARATOR
-        if document and (ends or len(document) + len(line) > longest):
-            yield begin, bytes(document)
-            document.clear()
-        if not ends:
+    document, begin = bytearray(), 0
+    for number, block in blocks:
+        for text in SEPARATED.split(block):
             begin = begin if document else number
-            document += line
-    if document:
-        yield begin, bytes(document)
+            number += text.count(b"\n")
+            line = document.rfind(b"\n") + 1  # which `text` goes on with, or begins
+            if text.strip() != SEPARATOR or document[line:].strip():
+                document += text
+            else:
+                yield begin, bytes(document[:line])
+                document.clear()
+            while len(document) > longest:
+                end = document.rfind(b"\n", 0, longest) + 1 or document.find(b"\n") + 1
+                if not end:
+                    break
+                yield begin, bytes(document[:end])
+                begin += document.count(b"\n", 0, end)
+                del document[:end]
+    yield begin, bytes(document)

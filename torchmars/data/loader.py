@@ -12,7 +12,7 @@ from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
 from torchmars.cluster import process
-from torchmars.core.device import is_gpu, use
+from torchmars.core.device import is_gpu
 from torchmars.core.errors import LoneMistake, UserError
 from torchmars.data.order import Place, Shares, rank_places, shares_from_start
 from torchmars.data.windows import MixedWindows
@@ -36,8 +36,8 @@ class Microbatches(BaseNode[Tensor | BaseException]):
         """Return the next microbatch, or why it cannot be read."""
         pinned = is_gpu(self.device.type)
         try:
-            if pinned:
-                use(self.device)  # a thread begins with the first GPU, and would pin for that
+            if pinned:  # a thread begins with the first GPU, and would pin for that
+                torch.get_device_module(self.device).set_device(self.device)
             return self.windows.batch(next(self.places), pinned)
         except BaseException as error:
             return error

@@ -1,6 +1,5 @@
 """Log-likelihoods of texts, by a model on any layout, and the loss of files."""
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -118,7 +117,7 @@ def windows_of_files(pattern: str, scorer: Scorer) -> list[Tokens]:
     opening, size = tokenizer.before or [tokenizer.begin], 0
     for file in matching_files(pattern, "text", "--text", scorer.layout.say):
         try:
-            for _, content in documents_of(enumerate(io.BytesIO(read_bytes(file)), 1), 2**30):
+            for _, content in documents_of([(1, read_bytes(file))], 2**30):
                 text = decode(content)
                 tokens = tokenizer.encode(text if text.strip() else "")
                 windows += windows_after(opening, tokens.tolist(), scorer.seq_len)

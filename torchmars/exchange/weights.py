@@ -102,7 +102,7 @@ def weights_in(folder: Path) -> dict[str, SavedWeight]:
     try:
         names = sorted(set(parse_json(read_text(index))["weight_map"].values()))
         for name in names:
-            Name("file").check(name)
+            Name().check(name)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"its {INDEX} is no index of files beside it ({error})") from None
     found: dict[str, SavedWeight] = {}

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchmars.config import Degrees
 from torchmars.core.console import say
-from torchmars.core.device import backend_of
 from torchmars.core.errors import UserError
 from torchmars.core.words import counted
 from torchmars.parallel.groups import (
@@ -218,7 +217,8 @@ class Layout:
 def describe_layout(degrees: Degrees, device: str) -> str:
     """Return a layout in words, of ranks that compute on devices of type `device`."""
     size = math.prod(degrees[:-1])
-    ranks = f"{counted(size, 'rank')} ({device}, {backend_of(device)})"
+    backend = dist.get_default_backend_for_device(device)
+    ranks = f"{counted(size, 'rank')} ({device}, {backend})"
     if degrees.ep > 1:
         ranks += f", EP {degrees.ep}"
     if size == 1:

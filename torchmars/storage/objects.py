@@ -20,7 +20,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from torchmars.cluster import process
-from torchmars.core.errors import Unreachable, UserError, missing_package, without_credentials
+from torchmars.core.errors import Unreachable, UserError, in_a_line, missing_package
 from torchmars.core.files import PARTIAL
 from torchmars.core.places import STORES
 from torchmars.storage.storage import (
@@ -163,7 +163,7 @@ def writing(path: PurePath) -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """Return a store's error in one line, without what may be credentials."""
-    return without_credentials(" ".join(str(error).split())) or type(error).__name__
+    return in_a_line(error) or type(error).__name__
 
 
 class StoreOwner:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from torchmars.checkpoint.folder import check_place, checkpoints
 from torchmars.cluster import process
-from torchmars.config import ResolvedConfig, ResolvedData
+from torchmars.config import ResolvedConfig
 from torchmars.config.load import config_text
 from torchmars.core.console import say
 from torchmars.core.errors import UserError, file_errors, needs_package
 from torchmars.core.files import check_writable, write_durably
 from torchmars.core.words import counted
-from torchmars.data.manifest import DataManifest, Level, has_manifest, read_manifest
+from torchmars.data.manifest import Level, has_manifest, read_manifest
 from torchmars.data.prepare import prepare_shards
 from torchmars.data.tokenizer import FileTokenizer, load_tokenizer
 from torchmars.data.windows import Mixture, MixturePart
@@ -107,23 +107,13 @@ def prepare_data(config: ResolvedConfig) -> Mixture:
 
 def prepared_data(config: ResolvedConfig) -> Mixture | None:
     """Return the run's corpora; None if the shards of one are not made yet."""
-    folders = [Path(corpus.path) for corpus in config.data.corpora()]
+    data, folders = config.data, [Path(corpus.path) for corpus in config.data.corpora()]
     if not all(map(has_manifest, folders)):
         return None
-    return mixture_of(config.data, [read_manifest(folder) for folder in folders])
-
-
-def mixture_of(config: ResolvedData, manifests: list[DataManifest]) -> Mixture:
-    """Return the corpora that a section names, whose manifests are these."""
-    names = [part.label for part in config.mixture] or [config.source]
-    weights = [part.weight for part in config.mixture] or [1.0]
-    return Mixture(
-        [
-            MixturePart(name, Path(corpus.path), weight, manifest)
-            for name, corpus, weight, manifest in zip(names, config.corpora(), weights, manifests)
-        ],
-        config.packing,
-    )
+    names = [part.label for part in data.mixture] or [data.source]
+    weights = [part.weight for part in data.mixture] or [1.0]
+    parts = zip(names, folders, weights, map(read_manifest, folders))
+    return Mixture([MixturePart(*part) for part in parts], data.packing)
 
 
 def write_settings(config: ResolvedConfig) -> None:

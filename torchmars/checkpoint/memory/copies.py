@@ -12,6 +12,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from torchmars.checkpoint.memory.slots import (
 )
 from torchmars.checkpoint.staging import Staging
 from torchmars.cluster import process
-from torchmars.core.device import is_gpu, pin, use
+from torchmars.core.device import is_gpu, pin
 from torchmars.core.errors import UserError
 from torchmars.core.files import lock
 from torchmars.optim.tensors import local_part
@@ -178,7 +179,7 @@ class MemoryCopies:
 
         def complete_everywhere() -> None:
             if self.on_gpu:
-                use(self.layout.device)
+                torch.get_device_module(self.layout.device).set_device(self.layout.device)
                 self._try(complete)
             if (partner := self.partner) is not None:  # which waits, whatever went wrong here
                 self._try(lambda: partner.swap(slot, oldest(self.others)))

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchmars.core.files import is_locked, locked, remove
+from torchmars.core.files import is_locked, locked
 
 PLACE = Path("/dev/shm")
 PREFIX = f"torchmars-{os.getuid()}-"
@@ -53,7 +53,7 @@ def clean() -> None:
                 continue
             held = [is_locked(file, local=True) for file in folder.glob(f"{LOCK}*")]
             if held and not any(each is not False for each in held):
-                remove(folder)
+                shutil.rmtree(folder)
 
 
 def memory_of_launcher() -> Path | None:
