@@ -277,12 +277,14 @@ def lines_in(stream: Any, each: Input, size: int) -> Iterator[Numbered]:
         lines += (rest := text.readline(min(LONGEST + 2, left - len(lines))))
         if not lines:
             break
-        yield number, lines
         left -= len(lines)
-        number += lines.count(b"\n") + (not lines.endswith(b"\n"))
-        while rest and not rest.endswith(b"\n"):
-            rest = text.readline(min(CHUNK, left))
-            left -= len(rest)
+        if len(rest) > LONGEST and not rest.endswith(b"\n"):
+            lines += b"\n"
+            while rest and not rest.endswith(b"\n"):
+                rest = text.readline(min(CHUNK, left))
+                left -= len(rest)
+        yield number, lines
+        number += lines.count(b"\n")
     # Python's own readers of xz and bzip2 end, silently, at what is none.
     if not each.end and not stream.closed and stream.read(1):
         raise LostFile("from here on it is not compressed as what is before")
