@@ -3,6 +3,7 @@
 A process imports this file and a tokenizer, and nothing heavy.
 """
 
+import codecs
 import hashlib
 import json
 import re
@@ -90,7 +91,7 @@ class Encoder:
                     name = self.split_of(content)
                     arrays[name] += [begin, encoded, end]
                     part.splits[name].documents += 1
-                    part.splits[name].text_bytes += len(text.encode())
+                    part.splits[name].text_bytes += len(text if text.isascii() else text.encode())
             except (Damage, Unencodable, UnicodeEncodeError) as error:
                 # JSON can name half of a surrogate pair.
                 place, rest = f"{unit} {number}", isinstance(error, LostFile)
@@ -125,7 +126,7 @@ class Encoder:
 def decode(content: bytes) -> str:
     """Return the text of UTF-8, without a byte order mark. Raises `Damage`."""
     try:
-        return content.decode("utf-8-sig")
+        return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
         name = "UTF-16" if wide else "LATIN1"
@@ -165,7 +166,8 @@ def documents_of(blocks: Iterable[Numbered], longest: int) -> Iterator[Numbered]
             if text.strip() != SEPARATOR or document[line:].strip():
                 document += text
             else:
-                yield begin, bytes(document[:line])
+                del document[line:]
+                yield begin, bytes(document)
                 document.clear()
             while len(document) > longest:
                 end = document.rfind(b"\n", 0, longest) + 1 or document.find(b"\n") + 1
