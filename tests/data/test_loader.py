@@ -90,7 +90,7 @@ def test_many_places_at_once_are_those_of_one_at_a_time(parts, first, seed):
     weights, lengths = zip(*parts)
     shares = shares_from_start(weights if any(weights) else [1] * len(weights))
     samples = range(first, first + 40, 3)
-    assert places_of(np.array(samples), shares, lengths, seed) == [
+    assert places_of(shares, lengths, seed, np.array(samples)) == [
         place_of_sample(sample, shares, lengths, seed) for sample in samples
     ]
 

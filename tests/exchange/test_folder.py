@@ -368,7 +368,7 @@ def step_of_theirs(model, tables):
     data = read_manifest(Path(config.data.path))
     windows = Windows(Path(config.data.path), data.splits["train"], data.dtype, 32)
     count = config.training.global_batch_size
-    places = places_of(np.arange(count), Shares(), [len(windows)], 0)
+    places = places_of(Shares(), [len(windows)], 0, np.arange(count))
     batch = MixedWindows([windows]).batch(places)
     logits = model(batch[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

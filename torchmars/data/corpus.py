@@ -42,7 +42,6 @@ LONGEST = 2**25  # a longer document is cut, a longer record of a file of record
 PIECES = 2048  # about how many pieces a large corpus has
 LOOKS = 8  # files that are looked at side by side: stores answer late
 CHUNK = 2**18  # bytes read at once
-DEEPEST = 3  # packings within each other
 Records = Iterator[tuple[int, Record]]  # each with the number of its first line, or its row
 ROWS = 256  # read at once of a Parquet file
 TEXT = (["string"], ["large_string"])  # Arrow's types of a column
@@ -294,9 +293,9 @@ def unpacked(stream: Any, name: str) -> Any:
     """Return a stream of what a file holds, whatever it is compressed by.
 
     Its first bytes tell, not its name. Raises `LostFile`, and what its library raises of damage.
-    What is packed more than `DEEPEST` times is no text.
+    What is packed more than three times is no text.
     """
-    for _ in range(DEEPEST):
+    for _ in range(3):
         start = stream.peek(100)
         if start.startswith(LFS):
             raise LostFile("it is a pointer of Git LFS: get the file itself by git lfs pull")

@@ -4,6 +4,7 @@ import atexit
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -14,7 +15,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 from torchmars.cluster import process
 from torchmars.core.device import is_gpu
 from torchmars.core.errors import LoneMistake, UserError
-from torchmars.data.order import Place, Shares, rank_places, shares_from_start
+from torchmars.data.order import Place, Shares, places_of, rank_places, shares_from_start
 from torchmars.data.windows import MixedWindows
 
 
@@ -103,9 +104,10 @@ class Loader:
         if self._peeked is None:
             count = self.global_batch_size // self.ranks // self.microbatch_size
             if self._ahead is None:
-                sizes = self.global_batch_size, self.microbatch_size, self.rank, self.ranks
-                data = self.shares, self.windows.lengths, self.seed
-                places = rank_places(self.position, *data, *sizes)
+                find = partial(places_of, self.shares, self.windows.lengths, self.seed)
+                step, size = self.global_batch_size, self.microbatch_size
+                mine = range(self.rank * count * size, (self.rank + 1) * count * size)
+                places = rank_places(find, self.position, step, mine, size)
                 node = Microbatches(self.windows, places, self.device)
                 self._ahead = Prefetcher(node, 2 * count, snapshot_frequency=0)  # two steps
                 with_threads.add(self)

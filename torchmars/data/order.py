@@ -6,7 +6,7 @@ own order.
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -115,7 +115,7 @@ def windows_of(numbers: np.ndarray, n_windows: int, seed: int) -> np.ndarray:
 
 
 def places_of(
-    samples: np.ndarray, shares: Shares, lengths: Sequence[int], seed: int
+    shares: Shares, lengths: Sequence[int], seed: int, samples: np.ndarray
 ) -> list[Place]:
     """Return the places that `samples` [n] read; `lengths` are the windows of each part."""
     parts, numbers = shares.parts_of(samples)
@@ -126,24 +126,16 @@ def places_of(
 
 
 def rank_places(
-    position: int,
-    shares: Shares,
-    lengths: Sequence[int],
-    seed: int,
-    global_batch_size: int,
-    microbatch_size: int,
-    rank: int,
-    ranks: int,
+    find: Callable[[np.ndarray], list[Place]], position: int, step: int, mine: range, size: int
 ) -> Iterator[list[Place]]:
-    """Yield the places of a rank's microbatches, step after step, without end.
+    """Yield the places of a rank's microbatches of `size` samples, step after step, without end.
 
-    They begin at global sample `position`. A step takes the next `global_batch_size` samples. Of R
-    ranks, rank r takes the r-th of R equal runs of them.
+    They begin at global sample `position`. Of the next `step` samples the rank takes those in
+    `mine`, and so on. `find` is `places_of` for a run.
     """
-    share = global_batch_size // ranks
-    steps = global_batch_size * np.arange(-(-AT_ONCE // share))
-    mine = np.add.outer(steps, rank * share + np.arange(share)).flatten()
-    for first in itertools.count(position, global_batch_size * len(steps)):
-        places = places_of(first + mine, shares, lengths, seed)
-        for begin in range(0, len(places), microbatch_size):
-            yield places[begin : begin + microbatch_size]
+    steps = step * np.arange(-(-AT_ONCE // len(mine)))
+    samples = np.add.outer(steps, mine).flatten()
+    for first in itertools.count(position, step * len(steps)):
+        places = find(first + samples)
+        for begin in range(0, len(places), size):
+            yield places[begin : begin + size]

@@ -41,7 +41,6 @@ from torchmars.core.files import (
 )
 from torchmars.core.words import counted
 from torchmars.data import corpus, foreign
-from torchmars.data.corpus import corpus_pieces, read_piece, source_files
 from torchmars.data.documents import Block, Damaged, Encoder, Part
 from torchmars.data.manifest import (
     SPLITS,
@@ -63,7 +62,6 @@ from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
 from torchmars.storage.objects import size_and_time
 
 PLAN, DAMAGED = "plan.json", "damaged.jsonl"
-MADE = [f"{name}-*.bin" for name in SPLITS]
 NEEDED = "part-*", f"{PLAN}*"  # by the making of a folder alone; the plan goes last
 LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
 AHEAD = 2  # blocks that are read ahead for each process that tokenises
@@ -115,12 +113,12 @@ class Preparation:
         self.dtype = smallest_dtype(self.tokenizer.vocab_size)
         self.made_from = shard_settings(config, self.tokenizer)
         self.files: dict[str, int] = {}  # the bytes of each
-        for file in source_files(config):
+        for file in corpus.source_files(config):
             with file_errors(f"cannot read {file} of the corpus"):
                 size, changed = size_and_time(file)
             self.files[str(file)] = size
             self.made_from[str(file)] = f"{size:,} bytes, written at {changed / 1e9}"
-        self.pieces = corpus_pieces(self.source, self.files)
+        self.pieces = corpus.corpus_pieces(self.source, self.files)
 
     def make(self, task: int, tasks: int) -> None:
         """Make a task's pieces, and the folder complete if all are done. Raises `UserError`."""
@@ -186,7 +184,7 @@ class Preparation:
             piece = self.pieces[number]
             writer = PieceWriter(self.folder, number, self.dtype)
             if not writer.done:
-                for block, read in read_piece(piece, self.source):
+                for block, read in corpus.read_piece(piece, self.source):
                     yield writer, submit(block), before + read
             before += sum(each.size for each in piece)
             yield writer, None, before
@@ -251,8 +249,7 @@ class Preparation:
 
 def lock_of(folder: Path) -> Path:
     """Return the file that whoever makes a folder locks."""
-    real = Path(os.path.realpath(folder))  # also where it is "."
-    return real.with_name(real.name + ".lock")
+    return Path(os.path.realpath(folder) + ".lock")  # also where it is "."
 
 
 @contextlib.contextmanager
@@ -288,7 +285,7 @@ def clear(folder: Path, *patterns: str) -> None:
 
 def take_back(folder: Path) -> None:
     """Delete all that was made of a corpus that will be another one. Raises `OSError`."""
-    clear(folder, *MADE, *NEEDED)
+    clear(folder, *(f"{name}-*.bin" for name in SPLITS), *NEEDED)
     with contextlib.suppress(OSError):  # files of others are in it
         folder.rmdir()
 

@@ -156,12 +156,9 @@ class TiktokenTokenizer(Tokenizer):
         return b"".join(parts).decode(errors="replace")
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the token ids of a text.
-
-        `encode_to_numpy` spares a list of Python's numbers, a fifth of the time. But it reads
-        special tokens out of a text, and refuses half of a surrogate pair. `encode_ordinary` is not
-        called: where it gives up, it prints a traceback.
-        """
+        # `encode_to_numpy` spares a list of Python's numbers, a fifth of the time. But it reads
+        # special tokens out of a text, and refuses half of a surrogate pair. `encode_ordinary` is
+        # not called: where it gives up, it prints a traceback.
         with package_errors(f"{self.name} cannot encode a text"):
             special = any(token in text for token in self.encoding.special_tokens_set)
             if special or not text or not is_text(text):
@@ -181,22 +178,17 @@ class FileTokenizer(Tokenizer):
         self.path = path / "tokenizer.json" if os.path.isdir(path) else path
         remedy = "name a tokenizer.json, or the folder that has it"
         with file_errors(f"data.tokenizer: cannot read {self.path}", remedy):
-            self._content = read_bytes(self.path)
-        self.sha256: str | None = hashlib.sha256(self._content).hexdigest()
+            self.content = read_bytes(self.path)
+        self.sha256: str | None = hashlib.sha256(self.content).hexdigest()
 
     @property
     def package_tokenizer(self) -> "tokenizers.Tokenizer":
         """The one of the package tokenizers. Raises `UserError` if the file is no tokenizer."""
-        return parsed(self.path, self._content)
+        return parsed(self.path, self.content)
 
     @cached_property
     def vocab_size(self) -> int:
         return 1 + max(self.package_tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-
-    @property
-    def text(self) -> str:
-        """The content of the tokenizer.json."""
-        return self._content.decode()
 
     @cached_property
     def end_of_text(self) -> int:
@@ -261,7 +253,7 @@ class FileTokenizer(Tokenizer):
         if ends := self.ends_of_model:
             write_durably(folder / GENERATION, json.dumps({"eos_token_id": ends}) + "\n")
         write_durably(folder / "tokenizer_config.json", json.dumps(self.settings, indent=2) + "\n")
-        write_durably(folder / "tokenizer.json", self.text)
+        write_durably(folder / "tokenizer.json", self.content)
 
     def encode(self, text: str) -> np.ndarray:
         with package_errors(f"{self.path} cannot encode a text"):

@@ -1,7 +1,5 @@
 """The windows of a run: how a sample is defined and read, as a stream or by best-fit packing.
 
-A run has one corpus, or several with weights.
-
 Best-fit packing fills windows with documents that fit, so that few documents are cut.
 
 Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830. Theirs
@@ -31,7 +29,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -61,7 +58,6 @@ METHOD = "best_fit"
 REMOVE = "remove it and start the run again"
 NUMBER = np.dtype("<i8")
 CHUNK = 2**24  # tokens that are searched for documents at once
-SplitName = Literal["train", "validation"]
 Span = tuple[int, int]  # the first of some inputs in a shard, and how many there are
 
 
@@ -166,11 +162,7 @@ def pack_shards(folder: Path, manifest: DataManifest, seq_len: int) -> None:
     for windows, number, file in tqdm(missing, "packing", unit=" shards", disable=not missing):
         check_shard(windows.shards[number], manifest.dtype, folder)
         content = packing(windows, number, manifest)
-        with file_errors(
-            f"cannot write {file}",
-            'data.packing = "best_fit" needs a data.path that you can write to, once for each '
-            "training.seq_len",
-        ):
+        with file_errors(f"cannot write {file}", "set data.path to a folder you can write"):
             file.parent.mkdir(exist_ok=True)
             # Other processes may write the same one.
             write_durably(file, content, f".{os.urandom(8).hex()}{PARTIAL}")
@@ -348,7 +340,7 @@ class Mixture:
         """The name of each part in a report; nothing if there is only one."""
         return [part.name for part in self.parts] if len(self.parts) > 1 else []
 
-    def bits_per_byte(self, split: SplitName, loss: float, shares: Sequence[float]) -> float:
+    def bits_per_byte(self, split: str, loss: float, shares: Sequence[float]) -> float:
         """Return a loss, in nats per token, in bits per byte of text.
 
         It is over tokens of a split of each part, in these shares, which need not add up to 1.
@@ -408,7 +400,7 @@ class Mixture:
         for part in self.parts:
             check_shards(part.manifest, part.folder, rank, ranks, level)
 
-    def windows(self, split: SplitName, seq_len: int) -> MixedWindows:
+    def windows(self, split: str, seq_len: int) -> MixedWindows:
         """Open the windows of a split of all parts."""
         return MixedWindows([self._windows(part, split, seq_len) for part in self.parts])
 

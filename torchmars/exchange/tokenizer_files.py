@@ -44,7 +44,7 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, str]:
     """
     kept: dict[str, Any] = {}
     if isinstance(tokenizer, FileTokenizer):
-        text, built = tokenizer.text, tokenizer.package_tokenizer
+        text, built = tokenizer.content.decode(), tokenizer.package_tokenizer
         kept = {key: value for key, value in tokenizer.settings.items() if key != "auto_map"}
     else:
         built = byte_pair_tokenizer(*byte_pairs(tokenizer))
