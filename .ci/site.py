@@ -97,7 +97,8 @@ def config_page() -> Iterator[str]:
         yield f"## {title}\n\n{text}\n"
         yield "| setting | type | default | meaning |\n|---|---|---|---|"
         for each in options:
-            key, default = each.name.rpartition(".")[2], each.shown_default()
+            key = each.name.rpartition(".")[2]
+            default = each.text("-").partition("Default: ")[2][:-1]  # as --help has it
             setting = f"`{key}`{{ #{name}.{key} }}"
             cells = setting, type_of(each), f"`{default}`" if default else "", texts.get(key, "")
             cells = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
