@@ -2,7 +2,6 @@
 
 import gc
 import io
-import logging
 import os
 import sys
 
@@ -42,8 +41,8 @@ def test_a_terminal_is_not_steered_and_the_log_has_all_bytes(output, monkeypatch
     assert terminal.getvalue() == "größer \\x1b]0;title\\x07\\u202e\n\ufffd2J\n"
 
 
-def test_a_quiet_console_gets_warnings_and_errors_and_the_log_has_all(output, caplog, capsys):
-    caplog.set_level(logging.WARNING, console.logger.name)
+def test_a_quiet_console_gets_warnings_and_errors_and_the_log_has_all(output, monkeypatch, capsys):
+    monkeypatch.setattr(console, "quiet", True)
     (log,) = output((0, 1, b"step 3\nwarning: b\n"), (0, 2, b"step 4\n"))
     assert capsys.readouterr() == ("warning: b\n", "step 4\n")
     assert b"step 3\nwarning: b\n" in log

@@ -1,7 +1,6 @@
 """What a terminal is shown, and what a pipe gets."""
 
 import contextlib
-import logging
 import os
 import pty
 
@@ -65,9 +64,9 @@ def test_a_cell_stays_in_its_row():
     assert rows == ["name         n", "a\\nb\\x1b[2J  1", "c            2"]
 
 
-def test_what_is_not_shown(caplog, capsys):
+def test_what_is_not_shown(monkeypatch, capsys):
     """As with --quiet: lines that begin neither with "warning" nor with "error"."""
-    caplog.set_level(logging.WARNING, console.logger.name)
+    monkeypatch.setattr(console, "quiet", True)
     for line in ("step 3", "warnings are kept", "warning   a", "warning: b", "error: c"):
         console.say(line)
     assert capsys.readouterr().out == "warning   a\nwarning: b\nerror: c\n"

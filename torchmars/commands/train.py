@@ -4,7 +4,6 @@ The variables of run_train.sh are checked first, before torch is imported: a mis
 less than a second. Then the config is checked, and launch.py starts the ranks.
 """
 
-import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ def main() -> None:
 
             raise Ended(0 if is_complete(config) else EXIT_STOPPED)
         if options.quiet:
-            console.logger.setLevel(logging.WARNING)
+            console.quiet = True
         from torchmars.commands import launch
 
         if options.prepare:

@@ -1,11 +1,6 @@
-"""The console. A terminal that is gone or a log on a full disk must not end a run.
-
-A line that begins with "warning" or "error" is of that level of `logging`, any other of INFO. What
-is below the level of `logger` is not shown.
-"""
+"""The console. A terminal that is gone or a log on a full disk must not end a run."""
 
 import contextlib
-import logging
 import os
 import re
 import shlex
@@ -17,14 +12,12 @@ from typing import TextIO
 # Characters that steer a terminal instead of being shown, such as those of a model that has not
 # learnt much, and halves of pairs of UTF-16, which stand for bytes of names that are no UTF-8.
 STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
-logger = logging.getLogger(__name__)
-logger.setLevel(logging.INFO)
+quiet = False  # whether warnings and errors alone are shown
 
 
 def is_shown(text: str = "") -> bool:
-    """Return whether the console shows a line, by its level."""
-    return logger.isEnabledFor(LEVELS.get(re.split("[: ]", text, maxsplit=1)[0], logging.INFO))
+    """Return whether the console shows a line."""
+    return not quiet or bool(re.match("(warning|error)[: ]", text))
 
 
 def harmless(text: str) -> str:
