@@ -38,9 +38,10 @@ def test_mistakes_are_one_line(refused, tmp_path):
         (["--lr-grid", ""], "--lr-grid must be a valid number, got ''"),
         (["--lr-grid", "1e-3,fast"], "--lr-grid must be a valid number, got 'fast'"),
         (["--lr-grid", "-1"], "optimizer.lr must be more than 0"),
-        ([*GRID, "--betas-grid", "0.9"], "--betas-grid.1 is missing"),
+        ([*GRID, "--betas-grid", "0.9"], "--betas-grid needs 2 values, got"),
         ([*GRID, "--optimizers", "adamw,sgd"], "--optimizers: there is no 'sgd'"),
         ([*GRID, "--optimizers", "mine.toml"], "mine.toml has training beside [optimizer]"),
+        ([*GRID, "--optimizers", "lion, my own/a.toml"], "the config my own/a.toml: No such file"),
         ([*GRID, "--optimizers", "adamw,adamw.toml"], "two are called adamw"),
         ([*GRID, "--optimizer.gamma", "0.1"], "--optimizer.gamma has no meaning here"),
         (

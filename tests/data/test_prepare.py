@@ -501,6 +501,25 @@ def test_a_folder_of_others_is_not_taken_for_one_cut_short(config, tmp_path, nam
     assert file.read_text() == "x"
 
 
+def test_nothing_is_deleted_beside_a_manifest_of_others(config, tmp_path):
+    (tmp_path / "one").mkdir()
+    for name in ("manifest.json", "part-00000.json", "plan.json"):
+        (tmp_path / "one" / name).write_text("{}")
+    with pytest.raises(UserError, match="is no manifest of this version"):
+        prepare_shards(config)
+    assert len([*(tmp_path / "one").iterdir()]) == 3
+    made(config, "two")
+    (tmp_path / "two" / "part-00000.parquet").touch()
+    assert prepare_shards(replace(config, path=str(tmp_path / "two"))) is not None
+    assert (tmp_path / "two" / "part-00000.parquet").exists()
+
+
+def test_a_link_may_lead_to_a_folder_that_is_not_there_yet(config, tmp_path):
+    one = made(config, "one")
+    (tmp_path / "linked").symlink_to(tmp_path / "far" / "away")
+    assert made(config, "linked") == one and (tmp_path / "far" / "away" / "manifest.json").exists()
+
+
 @pytest.mark.parametrize("name", ["one.lock", "one/part-00000.lock"])
 def test_a_link_beside_or_in_a_folder_that_is_made_is_refused(config, tmp_path, name):
     (tmp_path / "thesis").write_text("by nobody else")

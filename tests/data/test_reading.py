@@ -145,8 +145,12 @@ def test_the_first_bytes_say_how_a_file_is_compressed_not_its_name(tmp_path, nam
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "git lfs pull"),
         (gzip.compress(b"a" * 50)[:-9], "ended before the end-of-stream marker"),
         (gzip.compress(b"a" * 50)[:-8] + bytes(8), "CRC check failed"),
+        (lzma.compress(b"a") + b"mars" * 5, "LZMAError"),
+        (lzma.compress(b"a") + bytes(8) + lzma.compress(b"b"), "LZMAError"),
+        (bz2.compress(b"a") + bz2.compress(b"b").replace(b"AY", b"YA"), "Invalid data stream"),
+        (gzip.compress(bz2.compress(b"a") + b"mars"), "Invalid data stream"),
     ],
-    ids=["a pointer of LFS", "cut short", "another checksum"],
+    ids=["a pointer of LFS", "cut short", "another checksum", "more", "zeros", "damaged", "inside"],
 )
 def test_a_file_that_cannot_be_read_to_its_end_is_told_as_one(tmp_path, content, reason):
     (tmp_path / "a.txt").write_bytes(content)

@@ -110,7 +110,7 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
             "name a TOML file of yours there"
         )
     check_options(options, config)
-    contenders = find_contenders(options.optimizers.replace(" ", "").split(","))
+    contenders = find_contenders(options.optimizers.replace(", ", ",").split(","))
     folder = Path(options.folder or f"comparisons/{config.run.name}")
     return Study(
         folder,

@@ -63,7 +63,7 @@ def main() -> None:
         options, _ = parse(Evaluate, sys.argv[1:], "torchmars evaluate")
         if options.tasks is None and not options.text:
             raise UserError("name what to measure: --tasks or --text")
-        tasks = [] if options.tasks is None else options.tasks.replace(" ", "").split(",")
+        tasks = [] if options.tasks is None else options.tasks.replace(", ", ",").split(",")
     from torchmars.cluster import connection, process
 
     try:

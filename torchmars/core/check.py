@@ -135,11 +135,11 @@ def explained(error: ValueError, value: Any, where: str, name: str) -> UserError
             break
         keys.append(step if isinstance(step, str) else "")
     depth = len(keys) - 1
-    alike = [each["msg"] for each in errors if each["loc"][:depth] == place[:depth]]
-    said = " or ".join(dict.fromkeys(alike))
+    alike = [each for each in errors if each["loc"][:depth] == place[:depth]]
+    said = " or ".join(dict.fromkeys(each["msg"] for each in alike))
     said = said.replace("Value error, ", "").replace("Input should be", "must be")
     if kind == "missing" and isinstance(got, list):
-        said = f"needs {errors[-1]['loc'][-1] + 1} values, got {got!r}"
+        said = f"needs {alike[-1]['loc'][-1] + 1} values, got {got!r}"
     elif kind == "missing":
         keys, said = [*keys, str(place[-1])], "is missing"
     elif kind != "value_error":

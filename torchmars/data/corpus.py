@@ -284,9 +284,6 @@ def lines_in(stream: Any, each: Input, size: int) -> Iterator[Numbered]:
                 left -= len(rest)
         yield number, lines
         number += lines.count(b"\n")
-    # Python's own readers of xz and bzip2 end, silently, at what is none.
-    if not each.end and not stream.closed and stream.read(1):
-        raise LostFile("from here on it is not compressed as what is before")
 
 
 def unpacked(stream: Any, name: str) -> Any:
@@ -308,6 +305,8 @@ def unpacked(stream: Any, name: str) -> Any:
             stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"), CHUNK)
         else:
             stream = UNPACKED[str(found.lastgroup)](stream)
+            # Else those of xz and bzip2 end, silently, at what is none behind a whole one.
+            stream._buffer.raw._trailing_error = ()
     return stream
 
 

@@ -62,7 +62,8 @@ from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
 from torchmars.storage.objects import size_and_time
 
 PLAN, DAMAGED = "plan.json", "damaged.jsonl"
-NEEDED = "part-*", f"{PLAN}*"  # by the making of a folder alone; the plan goes last
+# Files that only the making of a folder needs. The plan goes last.
+NEEDED = "part-*.json*", "part-*.lock", f"{PLAN}*"
 LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
 AHEAD = 2  # blocks that are read ahead for each process that tokenises
 # More damage ends the preparation: records that are left out, and files that cannot be read to
@@ -94,11 +95,11 @@ def prepare_shards(config: ResolvedData, task: int = 0, tasks: int = 1) -> DataM
             Preparation(config).make(task, tasks)
         if not has_manifest(folder):
             return None
+        found = read_manifest(folder)
+        check_manifest(found, config, folder)  # else its files may be somebody's
         clear(folder, *NEEDED)
         if lock_of(folder).exists():  # left by a process that ended between two calls
             lock_of(folder).unlink(missing_ok=True)
-    found = read_manifest(folder)
-    check_manifest(found, config, folder)
     return found
 
 
@@ -147,7 +148,7 @@ class Preparation:
             return
         check_unused(self.folder)
         self.tokenizer.encode("a")  # its files are there
-        self.folder.mkdir(parents=True, exist_ok=True)
+        os.makedirs(os.path.realpath(self.folder), exist_ok=True)  # a link may lead to none yet
         write_durably(plan, json.dumps(self.made_from))
 
     def parts(self) -> dict[int, Part]:
@@ -285,7 +286,7 @@ def clear(folder: Path, *patterns: str) -> None:
 
 def take_back(folder: Path) -> None:
     """Delete all that was made of a corpus that will be another one. Raises `OSError`."""
-    clear(folder, *(f"{name}-*.bin" for name in SPLITS), *NEEDED)
+    clear(folder, *NEEDED[:-1], *(f"{name}-*.bin" for name in SPLITS), NEEDED[-1])
     with contextlib.suppress(OSError):  # files of others are in it
         folder.rmdir()
 
