@@ -52,6 +52,17 @@ def test_auto_is_what_transformers_puts_before_a_text(template, tmp_path):
     assert load_tokenizer("bytes", "auto").begin_token is None
 
 
+def test_auto_needs_no_token_of_a_text(tmp_path):
+    from tokenizers import Tokenizer, models, processors
+
+    named = {"<s>": 0, "</s>": 1}
+    tokenizer = Tokenizer(models.BPE({**named, "C": 2, "G": 3}, []))  # without one for "a"
+    template = processors.TemplateProcessing("<s> $A </s>", special_tokens=[*named.items()])
+    tokenizer.post_processor = template
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path), "auto").begin_token == 0
+
+
 def test_several_tokens_before_a_text_are_no_single_one(tmp_path):
     file = tmp_path / "tokenizer.json"
     llama_2("<s> <s> $A").save(str(file))

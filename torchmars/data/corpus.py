@@ -191,7 +191,6 @@ def corpus_pieces(source: DataSource, files: dict[str, int]) -> list[Piece]:
         count = load_dataset(source).num_shards
         return [[Input(source.dataset, 1, number, count)] for number in range(count)]
     size = max(PIECE, sum(files.values()) // PIECES)
-
     cut = row_groups if source.kind == "parquet" else text_ranges
     pieces: list[Piece] = []
     room = 0

@@ -1,10 +1,9 @@
 """The on-disk format: shards of tokens, and a JSON manifest of their contents.
 
-A folder has `manifest.json` and, for each split, files such as `train-00000.bin` of
-little-endian tokens without a header, uint16 or uint32 as the manifest says. The number is that of
-a piece of the corpus. The manifest is written last, so a folder without one is unfinished. Where
-another program made the tokens (see foreign.py), the folder has the manifest alone, whose shards
-are parts of that program's files.
+A folder has `manifest.json` and, for each split, files such as `train-00000.bin`, numbered as
+pieces of the corpus, of little-endian tokens without a header, uint16 or uint32 as the manifest
+says. The manifest is written last: a folder without one is unfinished. Where another program made
+the tokens (foreign.py), the folder has the manifest alone, whose shards are parts of its files.
 """
 
 import functools

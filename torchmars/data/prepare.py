@@ -62,8 +62,7 @@ from torchmars.data.tokenizer import load_tokenizer, smallest_dtype
 from torchmars.storage.objects import size_and_time
 
 PLAN, DAMAGED = "plan.json", "damaged.jsonl"
-# Files that only the making of a folder needs. The plan goes last.
-NEEDED = "part-*.json*", "part-*.lock", f"{PLAN}*"
+NEEDED = "part-*.json*", "part-*.lock", f"{PLAN}*"  # by the making alone; the plan goes last
 LOCK_SECONDS = 7 * 86400.0  # how long one process may prepare while others wait
 AHEAD = 2  # blocks that are read ahead for each process that tokenises
 # More damage ends the preparation: records that are left out, and files that cannot be read to

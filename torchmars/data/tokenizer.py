@@ -204,7 +204,10 @@ class FileTokenizer(Tokenizer):
 
     @cached_property
     def put_before(self) -> list[int]:
-        whole = self.package_tokenizer.encode("a")
+        own = self.package_tokenizer
+        # Around the token of another one, so that no text and no vocabulary plays a part.
+        one = own.from_str('{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}')
+        whole = own.post_process(one.encode("a"), None, True)
         return whole.ids[: [*whole.special_tokens_mask, 0].index(0)]
 
     def number(self, token: str) -> int | None:
