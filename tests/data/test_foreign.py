@@ -181,6 +181,15 @@ MISTAKES = {
         lambda file: (write_megatron(file, TRAIN), file.with_suffix(".idx").unlink()),
         r"cannot read .*text_document.idx: No such file",
     ),
+    "a pipe": (
+        "megatron",
+        lambda file: (
+            write_megatron(file, TRAIN),
+            file.with_suffix(".idx").unlink(),
+            os.mkfifo(file.with_suffix(".idx")),  # whose opening would wait for its other end
+        ),
+        r"cannot read .*text_document.idx: Not a regular file",
+    ),
     "negative": (
         "megatron",
         with_token(write_megatron, -1, code=4, dtype="<i4"),

@@ -164,8 +164,9 @@ def megatron_tokens(file: Path, size: int, start: bytes) -> Found | None:
     begin, index_file = MEGATRON_HEADER.size, file.with_suffix(".idx")
     # A ValueError or struct.error: it ends before what it says.
     with contextlib.suppress(KeyError, ValueError, OverflowError, struct.error):
-        with file_errors(f"cannot read {index_file}", "name files of tokens"):
-            content = np.memmap(index_file, mode="r")
+        told = file_errors(f"cannot read {index_file}", "name files of tokens")
+        with told, open_file(index_file) as stream:
+            content = np.memmap(stream, mode="r")
         magic, version, code, sequences, _ = MEGATRON_HEADER.unpack(content[:begin].tobytes())
         dtype = MEGATRON_KINDS[magic, version, code]
         width = numpy_dtype(dtype).itemsize

@@ -152,8 +152,8 @@ class Preparation:
 
     def parts(self) -> dict[int, Part]:
         """Return what has been made of the pieces that are done, by their numbers, in order."""
-        files = sorted(self.folder.glob("part-*.json"))
-        return {int(file.stem[5:]): make(Part, parse_json(read_text(file))) for file in files}
+        files = {int(file.stem[5:]): file for file in self.folder.glob("part-*.json")}
+        return {n: make(Part, parse_json(read_text(files[n]))) for n in sorted(files)}
 
     def make_pieces(self, mine: list[int], done: dict[int, Part]) -> None:
         """Make pieces, where some are done. Raises `UserError`, also for too much damage."""
