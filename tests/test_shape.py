@@ -13,7 +13,7 @@ LINES, PARAMETERS = 60, 8
 IMPORTS_INSIDE, NAMES_OF_TWO_THINGS = 49, 12
 # The lines of Python of each room, and of all. They only go down: a feature that needs more brings
 # what it replaces.
-IN_ALL = 31_792
+IN_ALL = 31_791
 OF_ROOMS = {
     "benchmark": 141,
     "checkpoint": 2_438,
@@ -22,7 +22,7 @@ OF_ROOMS = {
     "comparison": 1_750,
     "config": 2_494,
     "core": 1_292,
-    "data": 2_500,
+    "data": 2_499,
     "evaluation": 538,
     "exchange": 1_800,
     "models": 1_901,

@@ -70,18 +70,20 @@ class Numbers:
     dtype: np.dtype
     offset: int = 0
 
-    def read(self, begin: int, end: int) -> np.ndarray:
-        """Return numbers [begin, end). Raises `UserError` with file, place and remedy."""
-        size, first = self.dtype.itemsize, self.offset + begin * self.dtype.itemsize
+    def read(self, *spans: tuple[int, int]) -> np.ndarray:
+        """Return numbers [begin, end) of spans, end to end. Raises `UserError` with the place."""
+        size, first, data = self.dtype.itemsize, self.offset, []
         try:
             file = opened(self)  # stays open in the read, while another thread opens others
-            data = os.pread(file.fileno(), (end - begin) * size, first)
-            if len(data) == (end - begin) * size:
-                return np.frombuffer(data, self.dtype)
-            reason = "it is cut short"
+            for begin, end in spans:
+                first = self.offset + begin * size
+                data.append(os.pread(file.fileno(), (end - begin) * size, first))
+                if len(data[-1]) < (end - begin) * size:
+                    raise OSError("it is cut short")
         except OSError as error:
-            reason = str(error.strerror)
-        raise UserError(f"{self.path} cannot be read at byte {first} ({reason}): {self.remedy}")
+            reason = f"byte {first} ({error.strerror or error})"
+            raise UserError(f"{self.path} cannot be read at {reason}: {self.remedy}") from None
+        return np.frombuffer(b"".join(data), self.dtype)
 
 
 @lru_cache(maxsize=256)  # of all corpora: a process may have 1,024 by default
@@ -114,15 +116,13 @@ class Windows:
         parts = []
         for shard in range(bisect_right(self.starts, begin) - 1, bisect_left(self.starts, end)):
             first, last = self.starts[shard : shard + 2]
-            parts.append(self.files[shard].read(max(begin, first) - first, min(end, last) - first))
+            span = max(begin, first) - first, min(end, last) - first
+            parts.append(self.files[shard].read(span))
         return np.concatenate(parts)
 
 
 class PackedWindows(Windows):
-    """The windows of a split whose shards `pack_shards` has packed.
-
-    Each shard has windows of its own.
-    """
+    """The windows of a split that `pack_shards` has packed. Each shard has windows of its own."""
 
     def __init__(self, folder: Path, split: Split, dtype: TokenDtype, seq_len: int) -> None:
         super().__init__(folder, split, dtype, seq_len)
@@ -140,11 +140,10 @@ class PackedWindows(Windows):
         shard = bisect_right(self.firsts, window) - 1
         first, last = self.firsts[shard : shard + 2]
         packing, after = self.packings[shard], last - first + 1
-        begin, end = packing.read(window - first, window - first + 2).tolist()
-        spans = packing.read(after + 2 * begin, after + 2 * end).reshape(-1, 2).tolist()
+        begin, end = packing.read((window - first, window - first + 2)).tolist()
+        spans = packing.read((after + 2 * begin, after + 2 * end)).reshape(-1, 2).tolist()
         spans[-1][1] += 1  # the last target
-        read = self.files[shard].read
-        return np.concatenate([read(start, start + size) for start, size in spans])
+        return self.files[shard].read(*((start, start + size) for start, size in spans))
 
 
 def pack_shards(folder: Path, manifest: DataManifest, seq_len: int) -> None:
@@ -179,7 +178,7 @@ def packing(windows: Windows, number: int, manifest: DataManifest) -> bytes:
     found = []
     for first in range(0, tokens, CHUNK):
         before = min(first, 1)  # the token before tells whether a document begins
-        chunk = windows.files[number].read(first - before, min(first + CHUNK, tokens))
+        chunk = windows.files[number].read((first - before, min(first + CHUNK, tokens)))
         found.append(first + np.flatnonzero(begins(chunk, *border)[before:]))
     firsts, spans = array("q", [0]), array("q")
     for window in best_fit_windows(np.concatenate(found), tokens, windows.seq_len):
