@@ -35,7 +35,7 @@ def test_mistakes_are_one_line(refused, tmp_path):
     (tmp_path / "adamw.toml").write_text('[optimizer]\nname = "adamw"\n')
     for args, wrong in [
         ([], "--lr-grid is missing"),
-        (["--lr-grid", ""], "--lr-grid must be a valid number, got ''"),
+        (["--lr-grid", ""], "--lr-grid needs a word on each side of a comma"),
         (["--lr-grid", "1e-3,fast"], "--lr-grid must be a valid number, got 'fast'"),
         (["--lr-grid", "-1"], "optimizer.lr must be more than 0"),
         ([*GRID, "--betas-grid", "0.9"], "--betas-grid needs 2 values, got"),

@@ -221,6 +221,14 @@ def test_a_folder_of_other_files_gets_no_manifest(tmp_path):
     assert [file.name for file in folder.iterdir()] == ["thesis.tex"]
 
 
+def test_a_link_may_lead_to_a_folder_that_is_not_there_yet(tmp_path):
+    config = config_of(tmp_path, "nanogpt:{}")
+    write_nanogpt(tmp_path / "tokens" / "train.bin", TRAIN)
+    Path(config.data.path).symlink_to(tmp_path / "far" / "away")
+    prepare_data(config)
+    assert (tmp_path / "far" / "away" / "manifest.json").exists()
+
+
 def test_nothing_found_other_dtypes_and_only_validation_are_told(tmp_path):
     config = config_of(tmp_path, "llmc:{}")
     message = r"data.source: '\S+tokens/\*.bin' names no llmc file: paths count from the folder .*"

@@ -24,6 +24,7 @@ from torchmars.comparison.tables import csv_text, lines, markdown, seeds_text
 from torchmars.config import ResolvedConfig
 from torchmars.config.load import load_command, require_config
 from torchmars.core.check import Interval, Place, make, read_words
+from torchmars.core.cli import words
 from torchmars.core.console import labelled, next_commands, say
 from torchmars.core.errors import (
     EXIT_STOPPED,
@@ -110,7 +111,7 @@ def make_study(options: Compare, config: ResolvedConfig, arguments: list[str]) -
             "name a TOML file of yours there"
         )
     check_options(options, config)
-    contenders = find_contenders(options.optimizers.replace(", ", ",").split(","))
+    contenders = find_contenders(words(options.optimizers, "--optimizers"))
     folder = Path(options.folder or f"comparisons/{config.run.name}")
     return Study(
         folder,
@@ -153,7 +154,7 @@ def make_grid(options: TrialOptions) -> Grid:
         if (text := getattr(options, f"{name}_grid", None)) is not None:
             option = f"--{name.replace('_', '-')}-grid"
             kind: Any = tuple[float, float] if name == "betas" else list[float]
-            given = [word.split(":") for word in text.split(",")]
+            given = [word.split(":") for word in words(text, option)]
             read = [make(kind, read_words(each, kind, option), name=option) for each in given]
             values: list[Value] = [[*each] if name == "betas" else each[0] for each in read]
             grid[name] = sorted({str(value): value for value in values}.values(), key=numbers_of)

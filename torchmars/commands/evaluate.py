@@ -11,7 +11,7 @@ from torchmars.config import ParallelismConfig
 from torchmars.config.fields import Count, Positive
 from torchmars.config.plugins import PluginOptions
 from torchmars.core.check import Place
-from torchmars.core.cli import Positional, parse, write_results
+from torchmars.core.cli import Positional, parse, words, write_results
 from torchmars.core.errors import (
     LostRank,
     UserError,
@@ -63,7 +63,7 @@ def main() -> None:
         options, _ = parse(Evaluate, sys.argv[1:], "torchmars evaluate")
         if options.tasks is None and not options.text:
             raise UserError("name what to measure: --tasks or --text")
-        tasks = [] if options.tasks is None else options.tasks.replace(", ", ",").split(",")
+        tasks = [] if options.tasks is None else words(options.tasks, "--tasks")
     from torchmars.cluster import connection, process
 
     try:

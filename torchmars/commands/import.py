@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 import tomli_w
 
 from torchmars.config.plugins import PluginOptions
-from torchmars.core.cli import Positional, parse
+from torchmars.core.cli import Positional, parse, words
 from torchmars.core.console import next_commands, say
 from torchmars.core.errors import UserError, exit_on_user_error, file_errors
 from torchmars.core.files import path_problem, write_durably
@@ -46,7 +46,7 @@ def main() -> None:
         found = open_folder(options.folder)
         tables = found.tables
         if options.plugins is not None:
-            tables = {"run": {"plugins": options.plugins.split(",")}} | tables
+            tables = {"run": {"plugins": words(options.plugins, "--plugins")}} | tables
         untold = "" if "data" in tables else f"{options.folder} has no tokenizer.json: {REMEDY}"
         with file_errors(f"cannot write {options.config}"):
             text = f"# {untold}.\n" if untold else ""

@@ -82,8 +82,7 @@ def load_sources(
     files = files_in(rest)
     sources = read(files)
     sections = sections_for(rest, sources)
-    words = [each.partition("=")[0] for each in rest if each.startswith("--")]
-    named = [each.removeprefix("--").replace("-", "_") for each in words]
+    named = [s[2:].partition("=")[0].replace("-", "_") for s in rest if s.startswith("--")]
     check_names([each for each in named if "." in each], lambda _: COMMAND_LINE, sections)
     given = [*mine, *rest[len(files) :]]
     options, found = cli.parse(kind, given, f"{prog} [CONFIG.toml ...]", sections, DESCRIPTION)

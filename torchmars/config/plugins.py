@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torchmars.core.cli import words
 from torchmars.core.errors import UserError
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class PluginOptions:
 
     def __post_init__(self) -> None:
         if self.plugins is not None:
-            load_plugins(self.plugins.split(","))
+            load_plugins(words(self.plugins, "--plugins"))
 
 
 def register(table: dict[str, T], name: str, entry: T) -> None:

@@ -280,6 +280,14 @@ def documentation(kind: type) -> dict[str, str]:
     return texts
 
 
+def words(text: str, option: str) -> list[str]:
+    """Return the words between commas. Raises `UserError` if one is empty."""
+    found = [word.strip() for word in text.split(",")]
+    if "" in found:
+        raise UserError(f"{option} needs a word on each side of a comma, got {text!r}")
+    return found
+
+
 def write_results(file: Path, found: dict[str, Any]) -> None:
     """Write the file of `--json`. Raises `UserError`."""
     with file_errors(f"--json: cannot write {file}"):

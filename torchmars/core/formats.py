@@ -8,9 +8,9 @@ another version is told from a damaged one. A version reads its own files alone.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import PurePath
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 from torchmars.core.check import make, parse_json
 from torchmars.core.errors import UserError
@@ -64,7 +64,7 @@ class Format:
             )
         if not mark:
             raise ValueError("its checksum is missing")
-        known = [each for each in vars(kind)["__dataclass_fields__"] if each in entries]
+        known = [each.name for each in fields(cast(Any, kind)) if each.name in entries]
         try:
             return make(kind, {each: entries[each] for each in known})
         except UserError as error:

@@ -91,7 +91,7 @@ class Encoder:
                     name = self.split_of(content)
                     arrays[name] += [begin, encoded, end]
                     part.splits[name].documents += 1
-                    part.splits[name].text_bytes += len(text if text.isascii() else text.encode())
+                    part.splits[name].text_bytes += len(text.encode())
             except (Damage, Unencodable, UnicodeEncodeError) as error:
                 # JSON can name half of a surrogate pair.
                 place, rest = f"{unit} {number}", isinstance(error, LostFile)

@@ -85,7 +85,7 @@ def index(config: ResolvedData, folder: Path) -> None:
                 for begin in range(0, each.tokens, SHARD_TOKENS)
             ]
             splits[name] = read_split(parts, dtype, folder, tokenizer, bar.update)
-    folder.mkdir(parents=True, exist_ok=True)
+    os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may lead to none yet
     write_manifest(folder, config, tokenizer, dtype, splits)
 
 

@@ -347,7 +347,7 @@ class PieceWriter:
     def __init__(self, folder: Path, number: int, dtype: TokenDtype) -> None:
         """Raises `UserError` if another process does not let go of the piece."""
         self.folder, self.number, self.dtype = folder, number, numpy_dtype(dtype)
-        self.file = folder / f"part-{number:05d}.json"  # as soon as it is done
+        self.file = folder / f"part-{number:05d}.json"  # is there once it is done
         doing = f"writing piece {number} of {folder}"
         self.lock = lock(self.file.with_suffix(".lock"), doing, LOCK_SECONDS)
         self.done = self.file.exists() or has_manifest(folder)

@@ -93,7 +93,7 @@ def prepare_data(config: ResolvedConfig) -> Mixture:
     Raises `UserError` if the shards do not fit the model or the batch.
     """
     training = config.training
-    if prepared_data(config) is None:
+    if not all(has_manifest(Path(corpus.path)) for corpus in config.data.corpora()):
         build_run_model(config, 1)  # mistakes, before minutes of work
     for corpus in config.data.corpora():
         prepare_shards(corpus)
